@@ -1,0 +1,364 @@
+"""From the timed bytes of one response to its Outcome, without I/O: decoding, counting, and what is a success.
+
+The client feeds it while the stream runs; `conclude` gives the verdict on the request. Everything that a server can
+get wrong ends here as an error class or a flag, and nothing of it raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+import orjson
+
+from loadgen.dialects import Decoder, Dialect, error_text, one_line
+from loadgen.sse import EventTooLargeError
+from loadgen.types import Event, Outcome, Request, ToolCall
+
+# An answer in one piece (a JSON body where a stream was asked for); 262,144 tokens are about 1.5 MiB.
+MAX_BODY_BYTES = 32 * 1024 * 1024
+# Of an error's body, the part that is read for its message; the rest is read and dropped, so the connection lives on.
+ERROR_BODY_BYTES = 64 * 1024
+# Characters of text kept per answer and field; further ones are counted, for the estimate of tokens, and dropped.
+MAX_TEXT_CHARS = 8 * 1024 * 1024
+# Tool calls kept per answer, against a server that numbers without end.
+MAX_TOOL_CALLS = 1024
+# Where a server counts no tokens: a chunk is taken for a token, unless chunks are longer than tokens are; then about
+# four characters make one (English text, current tokenizers).
+CHARS_PER_TOKEN, LONGEST_TOKEN_CHUNK = 4, 8
+# A chunk usually is a token, give or take what is held back for half a character; beyond this ratio chunks and tokens
+# are different things (speculative decoding, batched output).
+MULTI_TOKEN_RATIO = 1.25
+# `usage` below this share of the aimed-at prompt: the server has cut the prompt, not our estimate been off.
+PROMPT_KEPT_RATIO = 0.75
+# A stream whose tokens all come within this share of the time to the first one was collected by somebody on the way.
+BUFFERED_SPAN_RATIO = 0.02
+
+SSE_PREFIXES = (b"data:", b"event:", b"retry:", b"error:", b"id:", b":")
+CONTEXT_LIMIT = re.compile(
+    r"context[ _](?:length|size|window|limit)|maximum (?:context|input|sequence|prompt)|max_(?:model|seq|total|input)_"
+    r"(?:len|length|tokens)|exceed_context|(?:prompt|input)\b.{0,40}\b(?:too long|longer than|exceeds?)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+CONTEXT_STATUSES = frozenset({400, 413, 422, 500})
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How the exchange ended on the wire: with an error class, or None where the framing said that all had come."""
+
+    error_class: str | None
+    message: str
+    at_ns: int
+
+
+class Answer:
+    """One answer in the making. The client reads `last_ns` (the last token) and `terminal_ns` (nothing more is to be
+    expected: [DONE] or an error) for its limits."""
+
+    __slots__ = (
+        "_body", "_body_limit", "_calls", "_chars", "_decoder", "_dialect", "_error", "_events", "_expect_all",
+        "_finished", "_held", "_mime", "_outcome", "_reasoning", "_status", "_text", "_usage", "_zero_gaps",
+        "last_ns", "terminal_ns",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, dialect: Dialect) -> None:
+        self._outcome = Outcome(
+            request.id, request.cls, request.phase, request.seat, request.cache, "failed", request.due_ns,
+            prompt_tokens_target=request.prompt_tokens, max_tokens=request.max_tokens, tags=dict(request.tags),
+        )  # fmt: skip
+        self._expect_all = request.ignore_eos
+        self._dialect = dialect
+        self._status = 0
+        self._mime = ""
+        self._decoder: Decoder | None = None
+        self._held = b""
+        self._body: bytearray | None = None
+        self._body_limit = ERROR_BODY_BYTES
+        self._error: tuple[str, str, int] | None = None
+        self._finished: Event | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[ToolCall, list[str]]] = {}
+        self._chars = 0
+        self._events = 0
+        self._usage: dict[str, int] = {}
+        self._zero_gaps = 0
+        self.last_ns: int | None = None
+        self.terminal_ns: int | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._outcome
+
+    def begin(self, status: int, headers: Mapping[str, str], wall_ns: int) -> None:
+        """The head of the response; `wall_ns` is for a Retry-After that is a date."""
+        self._status = self._outcome.http_status = status
+        self._mime = headers.get("content-type", "").partition(";")[0].strip().lower()
+        self._outcome.retry_after_s = retry_after_s(headers.get("retry-after"), wall_ns)
+        if status != 200:
+            self._body = bytearray()
+
+    def piece(self, data: bytes, at_ns: int) -> None:
+        """Some bytes of the body, decompressed."""
+        if self._decoder is not None:
+            try:
+                events = self._decoder.feed(data, at_ns)
+            except EventTooLargeError as error:
+                self._fail("protocol_error", str(error), at_ns)
+                self._decoder, self._body, self._body_limit = None, bytearray(), 0
+                return
+            if events:
+                self._take(events)
+        elif self._body is not None:
+            room = self._body_limit - len(self._body)
+            self._body += data[:room]
+            if len(data) > room and self._body_limit == MAX_BODY_BYTES:
+                self._fail("protocol_error", f"a JSON answer of more than {MAX_BODY_BYTES} bytes", at_ns)
+        else:
+            self._recognise(self._held + data, at_ns)
+
+    def _recognise(self, held: bytes, at_ns: int) -> None:
+        """Event stream or JSON? The first bytes are believed more than the content type: JSON errors come under
+        `text/event-stream`, and streams as `text/plain`."""
+        start = held.removeprefix(b"\xef\xbb\xbf").lstrip()
+        stream = self._mime == "text/event-stream"
+        if start[:1] in (b"{", b"["):
+            self._body, self._body_limit = bytearray(), MAX_BODY_BYTES
+        elif start and (stream or start.startswith(SSE_PREFIXES)):
+            self._decoder = self._dialect.decoder()
+            if not stream:
+                self._outcome.flags.add("odd_content_type")
+        elif not start or any(prefix.startswith(start) for prefix in SSE_PREFIXES):
+            self._held = held[-ERROR_BODY_BYTES:]  # too little to tell; blank bytes carry no event and no time
+            return
+        else:
+            kind = self._mime or "an answer without content-type"
+            self._fail(
+                "unexpected_content_type", f"HTTP 200, {kind} instead of an event stream: {_quoted(held)}", at_ns
+            )
+            self._body, self._body_limit = bytearray(), 0
+        self._held = b""
+        self.piece(held, at_ns)
+
+    def _take(self, events: list[Event]) -> None:
+        outcome = self._outcome
+        for event in events:
+            kind = event.kind
+            self._events += 1
+            if kind == "content" or kind == "reasoning" or kind == "tool_call" or kind == "refusal":
+                at = event.at_ns
+                if event.data is None or "same_chunk" not in event.data:
+                    if self.last_ns is None:
+                        outcome.first_ns = at
+                    else:
+                        gap = at - self.last_ns
+                        outcome.gaps_ns.append(gap)
+                        self._zero_gaps += not gap
+                    self.last_ns = at
+                    outcome.chunks += 1
+                self._chars += len(event.text)
+                if kind == "reasoning":
+                    if not event.index:
+                        self._keep(self._reasoning, event.text)
+                    continue
+                if outcome.first_output_ns is None:
+                    outcome.first_output_ns = at
+                if kind == "tool_call":
+                    self._call(event)
+                elif not event.index:
+                    self._keep(self._text, event.text)
+            elif kind == "usage":
+                self._usage.update(event.data or {})
+            elif kind == "finish":
+                if self._finished is None or (self._finished.index and not event.index):
+                    self._finished = event
+            elif kind == "error":
+                self._fail("in_band_error", event.text, event.at_ns)
+            elif kind == "done":
+                self.terminal_ns = self.terminal_ns or event.at_ns
+
+    def _keep(self, parts: list[str], text: str) -> None:
+        if self._chars > MAX_TEXT_CHARS:
+            self._outcome.flags.add("text_cut")
+            text = text[: max(0, MAX_TEXT_CHARS - self._chars + len(text))]
+        parts.append(text)
+        if len(parts) > 4096:  # a million small strings cost 50 bytes each
+            parts[:] = ["".join(parts)]
+
+    def _call(self, event: Event) -> None:
+        if event.index not in self._calls:
+            if len(self._calls) >= MAX_TOOL_CALLS:
+                self._outcome.flags.add("text_cut")
+                return
+            self._calls[event.index] = ToolCall("", "", ""), []
+        call, arguments = self._calls[event.index]
+        data = event.data or {}
+        call.id = call.id or data.get("id", "")
+        call.name = call.name or data.get("name", "")
+        self._keep(arguments, event.text)
+
+    def _fail(self, error_class: str, message: str, at_ns: int) -> None:
+        """The first reason counts. Nothing more is expected then, whether or not the server ends the body."""
+        if self._error is None:
+            self._error = (error_class, message, at_ns)
+            self.terminal_ns = self.terminal_ns or at_ns
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def conclude(self, end: End) -> Outcome:
+        """The finished outcome; call once."""
+        outcome = self._outcome
+        if self._held and self._decoder is None and self._body is None:
+            self._recognise(self._held + b"\n" if self._mime == "text/event-stream" else self._held, end.at_ns)
+        if self._decoder is not None:
+            done = self.terminal_ns is not None
+            self._take(self._decoder.close(end.at_ns))
+            outcome.flags |= self._decoder.flags
+            if self._decoder.cut and not done and end.error_class is None:
+                end = End("stream_truncated", "the stream ends in the middle of an event", end.at_ns)
+        elif self._status == 200 and self._body_limit == MAX_BODY_BYTES and end.error_class is None:
+            self._whole(end.at_ns)
+        outcome.last_ns, outcome.done_ns = self.last_ns, end.at_ns
+        outcome.text, outcome.reasoning_text = "".join(self._text), "".join(self._reasoning)
+        for _, (call, arguments) in sorted(self._calls.items()):
+            call.arguments = "".join(arguments)
+            outcome.tool_calls.append(call)
+        if self._finished is not None:
+            outcome.finish_reason = self._finished.text or (self._finished.data or {}).get("raw")
+        self._count_tokens()
+        error = self._verdict(end)
+        if error is None:
+            outcome.outcome = "ok"
+            self._flag()
+        elif error[0] == "cancelled":
+            outcome.outcome, outcome.error_class, outcome.error_message = "incomplete", error[0], error[1]
+        else:
+            outcome.error_class, outcome.error_message, outcome.done_ns = error[0], one_line(error[1]), error[2]
+        return outcome
+
+    def _whole(self, at_ns: int) -> None:
+        """JSON in one piece: every time of it is the time of its end."""
+        body = bytes(self._body or b"")
+        try:
+            events = self._dialect.whole(body)
+        except ValueError as error:
+            self._fail("protocol_error", f"the JSON answer cannot be read ({error}): {_quoted(body)}", at_ns)
+            return
+        if not events:
+            self._fail("unexpected_content_type", f"JSON, but no answer: {_quoted(body)}", at_ns)
+        for event in events:
+            event.at_ns = at_ns
+        self._take(events)
+
+    def _verdict(self, end: End) -> tuple[str, str, int] | None:
+        """The reason of the failure, or None. What the server said outweighs how the connection ended."""
+        if self._status not in (0, 200):
+            return self._refused(end)
+        if self._error is not None:
+            return self._error
+        if self._finished is not None and not self._finished.text:
+            return "aborted_by_server", f"finish_reason {self._outcome.finish_reason!r}", self._finished.at_ns
+        if end.error_class == "cancelled" and self.terminal_ns is None:
+            return "cancelled", end.message, end.at_ns
+        if end.error_class is not None and self.terminal_ns is None:
+            return end.error_class, end.message, end.at_ns
+        if self._finished is None and not self._outcome.chunks and not self._usage.get("output_tokens"):
+            if self._events and self.terminal_ns is None:
+                return "stream_truncated", "the stream ends without a token and without finish_reason", end.at_ns
+            return "empty_response", "status 200 without an answer", end.at_ns
+        if self._finished is None and self.terminal_ns is None:
+            return "stream_truncated", "the stream ends without finish_reason and without [DONE]", end.at_ns
+        if end.error_class is not None:  # all had been said; the body's own end is missing
+            self._outcome.flags.add("unterminated_body")
+            self._outcome.done_ns = self.terminal_ns
+        return None
+
+    def _refused(self, end: End) -> tuple[str, str, int]:
+        """Any status but 200."""
+        status, body = self._status, bytes(self._body or b"")
+        message = f"HTTP {status}: {told(body)}"
+        retry = self._outcome.retry_after_s is not None
+        if status in (401, 403):
+            return "unauthorized", message, end.at_ns
+        if status == 429 or (status == 503 and retry):
+            return "rate_limited", message, end.at_ns
+        if status in CONTEXT_STATUSES and CONTEXT_LIMIT.search(body.decode(errors="replace")):
+            return "context_limit", message, end.at_ns
+        if status == 204:
+            return "empty_response", message, end.at_ns
+        return "http_error", message, end.at_ns
+
+    def _count_tokens(self) -> None:
+        outcome, usage = self._outcome, self._usage
+        outcome.prompt_tokens = usage.get("prompt_tokens")
+        outcome.cached_tokens = usage.get("cached_tokens")
+        outcome.reasoning_tokens = usage.get("reasoning_tokens")
+        counted = usage.get("output_tokens")
+        if counted or (counted == 0 and not outcome.chunks):  # a zero beside text is a field left unfilled
+            outcome.output_tokens, outcome.output_tokens_source = counted, "usage"
+        elif self._status == 200:
+            longer = self._chars > LONGEST_TOKEN_CHUNK * outcome.chunks
+            outcome.output_tokens = round(self._chars / CHARS_PER_TOKEN) if longer else outcome.chunks
+            outcome.output_tokens_source = "estimated"
+
+    def _flag(self) -> None:
+        outcome, flags = self._outcome, self._outcome.flags
+        streamed = self._decoder is not None
+        tokens = outcome.output_tokens or 0
+        if streamed and self.terminal_ns is None:
+            flags.add("no_done_marker")
+        if self._finished is None:
+            flags.add("no_finish_reason")
+        if outcome.output_tokens_source != "usage":
+            flags.add("no_usage")
+        if outcome.reasoning_tokens and not self._reasoning:
+            flags.add("hidden_reasoning")
+            tokens -= outcome.reasoning_tokens
+        if not outcome.chunks:
+            flags.add("no_visible_output")
+        elif outcome.first_output_ns is None:
+            flags.add("reasoning_only")
+        if streamed and outcome.chunks and tokens >= max(outcome.chunks + 2, outcome.chunks * MULTI_TOKEN_RATIO):
+            flags.add("multi_token_chunks")
+        gaps, zero = len(outcome.gaps_ns), self._zero_gaps
+        if zero and (zero == gaps or (zero > 1 and zero * 10 >= gaps)):
+            flags.add("coalesced_arrivals")
+        span_ns = (self.last_ns or 0) - (outcome.first_ns or 0)
+        if not streamed or (zero * 2 > gaps and span_ns <= (outcome.ttft_ns or 0) * BUFFERED_SPAN_RATIO):
+            flags.add("buffered_stream")
+        counted = outcome.output_tokens_source == "usage" and outcome.output_tokens is not None
+        if self._expect_all and counted and (outcome.output_tokens or 0) < (outcome.max_tokens or 0):
+            flags.add("short_output")
+        target, prompt = outcome.prompt_tokens_target, outcome.prompt_tokens
+        if target is not None and prompt is not None and prompt < target * PROMPT_KEPT_RATIO:
+            flags.add("prompt_truncated")
+
+
+def told(body: bytes) -> str:
+    """What the body of a refusal says, in one line, whatever its shape."""
+    try:
+        message = error_text(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        message = None
+    return message or one_line(body.decode(errors="replace")) or "no body"
+
+
+def retry_after_s(value: str | None, wall_ns: int) -> float | None:
+    """Retry-After: seconds, or an HTTP date; None where it says nothing usable."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - wall_ns / 1e9
+        except (ValueError, OverflowError):
+            return None
+    return max(seconds, 0.0) if seconds < float("inf") else None
+
+
+def _quoted(body: bytes) -> str:
+    return repr(body[:80].decode(errors="replace"))

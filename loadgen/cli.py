@@ -1,0 +1,404 @@
+"""The command line: parses, calls, prints, exits. Exit codes are those of the table in `loadgen --help`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from loadgen import __version__, child, clock, live, plugins, scenario, strict
+from loadgen.types import Limits, Scenario, Seconds, Secret, Target, UserError, Verdict
+
+EPILOG = (
+    "Exit codes: 0 PASS · 1 FAIL · 2 INCONCLUSIVE · 3 usage, configuration or a fault of ours · "
+    "75 the target is not ready or busy · 130/143 interrupted by SIGINT/SIGTERM."
+)
+# Plain progress lines where there is no terminal.
+LINE_EVERY_NS = 10_000_000_000
+# Redraws a second: enough to see a number move, too few to cost anything.
+REDRAWS_PER_S = 4
+SIM_START_S = 20.0
+
+app = typer.Typer(
+    name="loadgen",
+    help="Soak testing of LLM inference servers: does it stay up, fast and right under your load?",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+errors = Console(stderr=True, highlight=False)
+plain = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point. A user's mistake is one line and code 3, whoever found it: we or the parser."""
+    try:
+        code = app(standalone_mode=False)
+    except UserError as error:
+        errors.print(f"loadgen: {error}", style="bold red", markup=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        if not hasattr(error, "show"):  # the parser's own errors know how to show themselves
+            raise
+        error.show()
+        sys.exit(UserError.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        plain.print(f"loadgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run
+
+
+Url = Annotated[str | None, typer.Option("--url", help="The server, for example http://127.0.0.1:8000.")]
+Model = Annotated[str | None, typer.Option("--model", help="The model to ask; default: the only one served.")]
+KeyEnv = Annotated[str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. phases.measure.duration=2h. Repeatable."),
+]
+ScenarioName = Annotated[str, typer.Argument(help="A scenario's name (see `loadgen list scenarios`) or a YAML file.")]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+
+
+@app.command()
+def run(
+    name: ScenarioName,
+    url: Url = None,
+    model: Model = None,
+    api_key_env: KeyEnv = None,
+    duration: Annotated[str | None, typer.Option(help="Length of the measuring phases: 60s, 10m, 8h.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Seats: how many requests are always in flight.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same mix, order and prompts.")] = None,
+    sets: Sets = None,
+    out: Annotated[Path, typer.Option(help="Where the run folder goes.")] = Path("runs"),
+    sim: Annotated[
+        str | None, typer.Option(metavar="PRESET", help="Test the embedded simulated server instead of a real one.")
+    ] = None,
+    sim_faults: Annotated[Path | None, typer.Option(help="A script of faults for --sim (see `loadgen sim`).")] = None,
+    wait: Annotated[str, typer.Option(help="How long to wait for a server that is not ready yet.")] = "0s",
+    allow_busy: Annotated[bool, typer.Option(help="Run even if others use the server.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")] = False,
+) -> None:
+    """Run a scenario against a server and judge it."""
+    overrides = [*(sets or [])]
+    overrides += [f"concurrency={concurrency}"] if concurrency is not None else []
+    overrides += [f"seed={seed}"] if seed is not None else []
+    if sim is not None and url is not None:
+        raise UserError("--sim and --url: say one of them")
+    if sim_faults is not None and sim is None:
+        raise UserError("--sim-faults needs --sim PRESET")
+    scene = scenario.load(name, overrides, _duration("--duration", duration))
+    target = _target(scene.target, url, model, api_key_env)
+    wait_s = _duration("--wait", wait) or Seconds(0)
+    with _simulator(sim, sim_faults) as sim_url:
+        if sim_url is not None:
+            target = replace(target, url=sim_url, model=None)
+        code = _run(replace(scene, target=target), out, wait_s, allow_busy, quiet)
+    raise typer.Exit(code)
+
+
+def _run(scene: Scenario, out: Path, wait_s: float, busy_ok: bool, quiet: bool) -> int:
+    from loadgen import supervise  # brings the client and numpy: half a second that --help need not wait for
+
+    plan = supervise.Plan(out, wait_s=wait_s, busy_ok=busy_ok, argv=_redacted(sys.argv[1:]))
+    with _view(scene.name, quiet) as view:
+        folder, verdict = supervise.run(scene, plan, view)
+    _print_result(folder, verdict)
+    return verdict.exit_code
+
+
+def _print_result(folder: Path, verdict: Verdict) -> None:
+    from loadgen import report
+
+    plain.print(report.block_of(folder), markup=False)
+    plain.print(f"\nrun folder: {folder}", markup=False)
+    plain.print(f"read it:    {folder / 'report.md'}", markup=False)
+    plain.print(f"judge again, offline: loadgen judge {folder}", markup=False)
+    style = {"PASS": "bold green", "FAIL": "bold red"}.get(verdict.overall, "bold yellow")
+    plain.print(Text(f"VERDICT: {verdict.line}", style))
+
+
+def _target(target: Target, url: str | None, model: str | None, api_key_env: str | None) -> Target:
+    if url is not None:
+        target = replace(target, url=_checked_url(url))
+    if model is not None:
+        target = replace(target, model=model)
+    if api_key_env is not None:
+        target = replace(target, api_key=Secret(env=api_key_env))
+    return target
+
+
+def _checked_url(url: str) -> str:
+    """The server's base address: scheme and host must stand, a trailing /v1 is what people paste."""
+    if not re.match(r"https?://[^/\s]+", url):
+        raise UserError(f"{url}: not a URL of a server; write it like http://127.0.0.1:8000")
+    return re.sub(r"(/v1)?/*$", "", url)
+
+
+def _duration(flag: str, text: str | None) -> Seconds | None:
+    if text is None:
+        return None
+    try:
+        return strict.seconds(text)
+    except ValueError as error:
+        raise UserError(f"{flag}: {error}") from None
+
+
+def _redacted(argv: list[str]) -> list[str]:
+    """The command line as it may stand in a file: credentials in URLs and headers are gone."""
+    return [re.sub(r"(?i)(//)[^/@\s]+@|((?:authorization|key|token)[^=:]*[=:]).*", r"\1\2…", word) for word in argv]
+
+
+class _Screen:
+    """The run on a terminal: one table, redrawn."""
+
+    def __init__(self, title: str, screen: Live) -> None:
+        self.title, self.screen = title, screen
+
+    def say(self, text: str) -> None:
+        self.screen.console.print(text, markup=False)
+
+    def show(self, progress: live.Progress) -> None:
+        self.screen.update(live.table(progress, self.title, clock.now_ns()))
+
+
+class _Lines:
+    """The run in a log: a line every ten seconds, and every piece of news."""
+
+    def __init__(self) -> None:
+        self.last_ns = clock.now_ns()
+        self.phase = ""
+
+    def say(self, text: str) -> None:
+        errors.print(text, markup=False, soft_wrap=True)
+
+    def show(self, progress: live.Progress) -> None:
+        now = clock.now_ns()
+        if now - self.last_ns >= LINE_EVERY_NS or progress.phase != self.phase:
+            self.last_ns, self.phase = now, progress.phase
+            self.say(live.line(progress, now))
+
+
+class _Silence:
+    def say(self, text: str) -> None:
+        pass
+
+    def show(self, progress: live.Progress) -> None:
+        pass
+
+
+@contextmanager
+def _view(title: str, quiet: bool) -> Iterator[_Screen | _Lines | _Silence]:
+    if quiet:
+        yield _Silence()
+    elif errors.is_terminal:
+        with Live(console=errors, refresh_per_second=REDRAWS_PER_S, transient=True) as screen:
+            yield _Screen(title, screen)
+    else:
+        yield _Lines()
+
+
+@contextmanager
+def _simulator(preset: str | None, faults: Path | None) -> Iterator[str | None]:
+    """The embedded server as a process of its own for the length of a run; its address, or None without a preset."""
+    if preset is None:
+        yield None
+        return
+    args = ["--preset", preset, "--port", "0"]
+    args += ["--faults", str(faults), "--supervised"] if faults is not None else []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loadgen.sim", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        address = re.search(r"http://\S+", first)
+        if address is None:
+            assert process.stderr is not None
+            said = process.stderr.read().strip().removeprefix("loadgen: ")
+            raise UserError(said.splitlines()[-1] if said else "the simulated server did not start")
+        yield address[0]
+    finally:
+        child.end([process], SIM_START_S)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What needs no server
+
+
+@app.command()
+def judge(folder: RunFolder) -> None:
+    """Judge a run folder again, offline, with the rules of this version."""
+    from loadgen import verdict
+
+    if not (folder / "journal.jsonl").is_file():
+        raise UserError(f"{folder}: not a run folder (no journal.jsonl in it)")
+    result = verdict.judge(folder)
+    _print_result(folder, result)
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def watch(folder: RunFolder) -> None:
+    """Show the live view of a run that goes on in another terminal; Ctrl-C leaves the run alone."""
+    if not (folder / "journal.jsonl").is_file():
+        raise UserError(f"{folder}: not a run folder (no journal.jsonl in it)")
+    from loadgen import supervise
+
+    with _view(folder.name, quiet=False) as view:
+        supervise.follow(folder, view)
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[
+        str | None, typer.Argument(help="scenarios, workloads, graders, monitors, rules, dialects.")
+    ] = None,
+) -> None:
+    """List what there is: scenarios and plug-ins, with one line on each."""
+    kinds = ["scenarios", *plugins.KINDS]
+    if kind is not None and kind not in kinds:
+        raise UserError(f'list: there is no kind "{kind}"{strict.nearest(kind, kinds)}')
+    for each in [kind] if kind else kinds:
+        plain.print(Text(each, "bold"))
+        names = scenario.names() if each == "scenarios" else plugins.names(each)
+        for name in names:
+            about = scenario.load(name).about if each == "scenarios" else plugins.about(each, name)
+            plain.print(f"  {name:<14} {about.strip().partition(chr(10))[0]}", markup=False)
+
+
+@app.command()
+def validate(
+    name: ScenarioName,
+    duration: Annotated[str | None, typer.Option(help="As in `run`.")] = None,
+    sets: Sets = None,
+    prefill: Annotated[float, typer.Option(help="Assumed prefill speed, tokens/s.")] = 2000.0,
+    decode: Annotated[float, typer.Option(help="Assumed decode speed of one stream, tokens/s.")] = 40.0,
+) -> None:
+    """Check a scenario without a server: resolved values, expected samples per class, rules out of reach."""
+    from loadgen import expect
+
+    scene = scenario.load(name, sets or [], _duration("--duration", duration))
+    plain.print(scenario.dump(scene), markup=False)
+    plain.print(expect.text(scene, prefill_per_s=prefill, decode_per_s=decode), markup=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a scenario file, for editors."""
+    plain.print(orjson.dumps(scenario.schema(), option=orjson.OPT_INDENT_2).decode(), markup=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# probe and sim
+
+_LIMITS = Limits()
+
+
+@app.command()
+def probe(
+    url: Annotated[str, typer.Argument(help="The server, for example http://127.0.0.1:8000.")],
+    model: Model = None,
+    api_key_env: KeyEnv = None,
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = "Say hello in one short sentence.",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 64,
+    ignore_eos: Annotated[bool, typer.Option(help="Make the answer exactly --max-tokens long.")] = False,
+    requests: Annotated[int, typer.Option(help="How many requests.", min=1)] = 1,
+    concurrency: Annotated[int, typer.Option(help="How many at once.", min=1)] = 1,
+    endpoint: Annotated[str | None, typer.Option(help="Path of the endpoint; default: the dialect's own.")] = None,
+    connect_timeout: Annotated[str, typer.Option(help="Limit: until connected.")] = f"{_LIMITS.connect_timeout:g}s",
+    header_timeout: Annotated[str, typer.Option(help="Limit: no byte of a response.")] = f"{_LIMITS.header_timeout:g}s",
+    idle_timeout: Annotated[str, typer.Option(help="Limit: no byte.")] = f"{_LIMITS.idle_timeout:g}s",
+    progress_timeout: Annotated[str, typer.Option(help="Limit: no token.")] = f"{_LIMITS.progress_timeout:g}s",
+    timeout: Annotated[str, typer.Option(help="Limit: the whole request.")] = f"{_LIMITS.timeout:g}s",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per request on standard output.")] = False,
+) -> None:
+    """Is it alive, and what does one request look like? Exit 0 when every request succeeded, else 1."""
+    from loadgen import probe as probing
+    from loadgen import secrets
+
+    limits = Limits(
+        connect_timeout=_duration("--connect-timeout", connect_timeout) or Seconds(0),
+        header_timeout=_duration("--header-timeout", header_timeout) or Seconds(0),
+        idle_timeout=_duration("--idle-timeout", idle_timeout) or Seconds(0),
+        progress_timeout=_duration("--progress-timeout", progress_timeout) or Seconds(0),
+        timeout=_duration("--timeout", timeout) or Seconds(0),
+    )
+    target = replace(_target(Target(), url, model, api_key_env), endpoint=endpoint)
+    headers = secrets.headers(target)
+
+    async def ask() -> bool:
+        all_ok = True
+        answers = probing.probe(
+            target,
+            limits,
+            model=model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            requests=requests,
+            concurrency=concurrency,
+            headers=headers,
+        )
+        async for answer in answers:
+            all_ok = all_ok and answer["outcome"] == "ok"
+            if as_json:
+                sys.stdout.write(orjson.dumps(answer).decode() + "\n")
+                sys.stdout.flush()
+            else:
+                plain.print(probing.sentence(answer), markup=False)
+        return all_ok
+
+    import uvloop
+
+    raise typer.Exit(0 if uvloop.run(ask()) else 1)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def sim(context: typer.Context) -> None:
+    """Start the simulated inference server (`loadgen sim --help` lists its options)."""
+    from loadgen.sim import __main__ as simulator
+
+    raise typer.Exit(simulator.main(context.args))

@@ -1,0 +1,77 @@
+"""How each API spells a request and an answer; one file per dialect, all of them without I/O. See README.md here."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from loadgen.types import Event, Json, Request
+
+# A server's message is quoted in one line of a report, not archived.
+MESSAGE_CHARS = 300
+
+
+class Decoder(Protocol):
+    """Decodes the body of one streamed answer.
+
+    `flags` collects what it noticed (`malformed_events`, `nonfinite_json`, `unstable_ids`, `unterminated_last_event`);
+    `cut` is True after `close` when the last event was incomplete.
+    """
+
+    flags: set[str]
+    malformed: int
+    cut: bool
+
+    def feed(self, data: bytes, at_ns: int) -> list[Event]: ...
+
+    def close(self, at_ns: int) -> list[Event]: ...
+
+
+class Dialect(Protocol):
+    """A module of this folder."""
+
+    PATH: str
+
+    def encode(self, request: Request, model: str, extra_body: Json) -> bytes: ...
+
+    def decoder(self) -> Decoder: ...
+
+    def whole(self, body: bytes) -> list[Event]: ...
+
+
+def one_line(text: str) -> str:
+    """A foreign text as one short line."""
+    text = " ".join(text.split())
+    return text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
+
+
+def error_text(answer: Any) -> str | None:
+    """The message of an error object in any of the shapes that servers use; None where `answer` reports no error.
+
+    Seen: `{"error": {"message", "code"}}`, `{"error": "…"}`, `{"object": "error", "message": "…"}`, `{"detail": "…"}`,
+    `{"detail": [{"msg", "loc"}]}`, `{"message": "…"}`, a list around one of these.
+    """
+    if isinstance(answer, list):
+        answer = answer[0] if answer else None
+    if not isinstance(answer, dict):
+        return None
+    error = answer.get("error")
+    if not error and "choices" not in answer:
+        error = answer.get("detail") or (answer if isinstance(answer.get("message"), str) else None)
+    if not error:
+        return None
+    return one_line(_message(error)) or "error without a message"
+
+
+def _message(error: Any) -> str:
+    if isinstance(error, str):
+        return error
+    if isinstance(error, list):
+        return "; ".join(_message(part) for part in error[:3])
+    if not isinstance(error, dict):
+        return str(error)
+    text = error.get("message") or error.get("msg") or error.get("detail") or error.get("type") or ""
+    text = text if isinstance(text, str) else _message(text)
+    if isinstance(error.get("loc"), list):
+        text = f"{'.'.join(map(str, error['loc']))}: {text}"
+    code = error.get("code")
+    return text if code is None or str(code) in text else f"{text} (code {code})"

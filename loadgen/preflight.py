@@ -1,0 +1,309 @@
+"""Before the first measured request: does the server answer, what is it, and does every class fit it?
+
+Ready means that a tiny generation succeeded, not that `/health` says 200. Context and slots are read where the server
+tells them; a class that is too long is shrunk or left out, aloud. Nothing here is measured load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from loadgen import plugins, strict
+from loadgen.client import Client
+from loadgen.types import (
+    Calibration,
+    ClassSpec,
+    Draw,
+    Json,
+    NotReadyError,
+    Outcome,
+    Request,
+    Scenario,
+    UserError,
+)
+from workloads import calibrate
+
+# A control call that takes longer than this is no answer; a first generation may compile kernels.
+CONTROL_S = 10.0
+RETRY_S = 1.0
+# Tokens kept free at the edge of a context: servers differ by one or two in what they count there.
+EDGE_TOKENS = 8
+# Frames are measured by two probes that hold other words and digits: they must agree.
+FRAME_PROBES = 2
+# A class whose workload names no minimum is left out rather than shrunk below this.
+MIN_PROMPT_TOKENS = 64
+# Requests that run on the server before ours; names of vLLM, SGLang and llama.cpp.
+_RUNNING = re.compile(
+    r"^(?:vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing)(?:\{[^}]*\})? ([0-9.eE+]+)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the server says of itself; None where it does not say."""
+
+    engine: str | None = None
+    version: str | None = None
+    model: str | None = None
+    context_tokens: int | None = None
+    slots: int | None = None
+    template_tokens: int | None = None
+    tokens_per_word: float | None = None
+    lengths: str | None = None
+    solo_ttft_ms: float | None = None
+    modalities: tuple[str, ...] = ()
+    foreign_requests: int | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A class that does not go as asked: shrunk (asked → got), or left out (got None)."""
+
+    cls: str
+    why: str
+    asked: int | None = None
+    got: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The scenario as it will run, what is known of the server, and what had to change."""
+
+    scenario: Scenario
+    facts: Facts
+    changes: tuple[Change, ...]
+
+
+async def examine(
+    scene: Scenario, connect: Callable[[str], Client], *, wait_s: float, busy_ok: bool, say: Callable[[str], None]
+) -> Preflight:
+    """Raises NotReadyError where nothing serves (after `wait_s`) or others use the server, UserError for the rest.
+
+    `connect(model)` makes a client; the caller owns its secrets.
+    """
+    client = connect(scene.target.model or "")
+    try:
+        facts = await _until_ready(lambda: _identify(scene, client), wait_s, say)
+    finally:
+        await client.close()
+    scene = replace(scene, target=replace(scene.target, model=facts.model))
+    client = connect(facts.model or "")
+    try:
+        facts = await _until_ready(lambda: _generate(scene, client, facts), wait_s, say)
+        calibrated, facts = await _calibrate(scene, client, facts)
+        fitted, changes = fit(calibrated)
+        fitted = await _calibrate_frames(fitted, client)
+    finally:
+        await client.close()
+    if facts.foreign_requests and not busy_ok:
+        raise NotReadyError(
+            f"{scene.target.url}: the server is busy with {facts.foreign_requests} requests that are not ours; "
+            "wait until it is quiet, or say --allow-busy"
+        )
+    if not fitted.classes:
+        raise UserError(f"no class of the scenario fits this server: {'; '.join(c.why for c in changes)}")
+    return Preflight(fitted, facts, tuple(changes))
+
+
+async def _until_ready(attempt: Callable[[], Any], wait_s: float, say: Callable[[str], None]) -> Any:
+    """The result of the first attempt that does not say NotReadyError; that error when `wait_s` is over."""
+    waited = 0.0
+    while True:
+        try:
+            return await attempt()
+        except NotReadyError as error:
+            if waited >= wait_s:
+                raise
+            if waited % 10 < RETRY_S:
+                say(f"not ready yet ({error}); waiting up to {wait_s - waited:.0f} s more")
+        await asyncio.sleep(RETRY_S)
+        waited += RETRY_S
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is it?
+
+
+async def _identify(scene: Scenario, client: Client) -> Facts:
+    models = await _models(scene, client)
+    model, entry = _choose(scene, models)
+    props = await _optional(client, "/props")
+    version = await _optional(client, "/version")
+    running = _RUNNING.findall(await _optional_text(client, "/metrics"))
+    engine = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}.get(str(entry.get("owned_by")))
+    context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
+    slots = None
+    if settings := props.get("default_generation_settings"):
+        engine = "llama.cpp"
+        context = settings.get("n_ctx") or context  # of one slot: what one request may fill
+        slots = props.get("total_slots")
+    modalities = tuple(name for name, on in (props.get("modalities") or {}).items() if on)
+    return Facts(
+        engine=engine,
+        version=_text(version.get("version")),
+        model=model,
+        context_tokens=_whole(context),
+        slots=_whole(slots),
+        modalities=modalities,
+        foreign_requests=round(sum(map(float, running))) if running else None,
+        extra={key: str(version[key]) for key in ("preset", "time_scale", "memory_scale") if key in version},
+    )
+
+
+async def _models(scene: Scenario, client: Client) -> list[Json]:
+    """The server's list; empty where it has none and the scenario names the model. Raises UserError otherwise."""
+    try:
+        answer = await client.get_json("/v1/models", CONTROL_S)
+    except NotReadyError:
+        raise
+    except UserError as error:
+        if scene.target.model is not None and "401" not in str(error) and "403" not in str(error):
+            return []
+        raise UserError(f"{error}; is it an OpenAI-compatible server? (--model NAME if it lists none)") from None
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
+        raise UserError(f"{scene.target.url}/v1/models: not an OpenAI-compatible server (no list of models in it)")
+    return listed
+
+
+def _choose(scene: Scenario, models: list[Json]) -> tuple[str, Json]:
+    """The model to ask. One that is asked for must be served: what a wrong name gets differs from server to server."""
+    wanted = scene.target.model
+    ids = [str(entry["id"]) for entry in models]
+    if wanted is None:
+        if len(ids) != 1:
+            known = f"it serves {', '.join(ids)}: say --model NAME" if ids else "it serves no model"
+            raise UserError(f"{scene.target.url}: {known}")
+        return ids[0], models[0]
+    if not models:
+        return wanted, {}
+    for entry in models:
+        if wanted == entry["id"] or wanted in (entry.get("aliases") or []):
+            return wanted, entry
+    raise UserError(f'{scene.target.url}: the model "{wanted}" is not served{strict.nearest(wanted, ids)}')
+
+
+async def _optional(client: Client, path: str) -> Json:
+    """An endpoint that only some servers have: {} where this one has not."""
+    try:
+        answer = await client.get_json(path, CONTROL_S)
+    except UserError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+async def _optional_text(client: Client, path: str) -> str:
+    try:
+        return await client.get_text(path, CONTROL_S)
+    except UserError:
+        return ""
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does it answer, and how does it count?
+
+
+async def _ask(scene: Scenario, client: Client, request: Request) -> Outcome:
+    dialect = plugins.load("dialects", scene.target.dialect)
+    body = dialect.encode(request, client.model, scene.target.extra_body)
+    return await client.send(request, body)
+
+
+async def _generate(scene: Scenario, client: Client, facts: Facts) -> Facts:
+    """A tiny generation. Raises NotReadyError while it fails for a reason that may pass, UserError otherwise."""
+    request = Request("preflight", "preflight", [{"role": "user", "content": "Say hello."}], max_tokens=4)
+    outcome = await _ask(scene, client, request)
+    if outcome.outcome == "ok":
+        return replace(facts, solo_ttft_ms=None if outcome.ttft_ns is None else outcome.ttft_ns / 1e6)
+    what = f"{scene.target.url}: a first small request failed: {outcome.error_message or outcome.error_class}"
+    if outcome.error_class == "unauthorized":
+        raise UserError(f"{what}; give the key with --api-key-env NAME")
+    if outcome.error_class == "http_error" and (outcome.http_status or 0) < 500:
+        raise UserError(f"{what}; is {scene.target.endpoint or 'the endpoint'} right for this server?")
+    raise NotReadyError(what)
+
+
+async def _calibrate(scene: Scenario, client: Client, facts: Facts) -> tuple[Scenario, Facts]:
+    """Template overhead and tokens per word from `usage` of three tiny requests; where a server does not tell, lengths
+    stay estimates and the facts say so."""
+    points = [(int(r.expect["words"]), n) for r, n in await _counted(scene, client, calibrate.probes(scene.seed))]
+    line = calibrate.fit(points) if len({words for words, _ in points}) > 1 else None
+    if line is None:
+        facts = replace(facts, lengths="estimated: the server reports no usage")
+        return replace(scene, calibration=Calibration(0, None, facts.context_tokens, facts.slots)), facts
+    facts = replace(
+        facts,
+        template_tokens=line.template_tokens,
+        tokens_per_word=line.tokens_per_word,
+        lengths="exact" if line.exact else f"approximate: {line.why}",
+    )
+    calibration = Calibration(line.template_tokens, line.tokens_per_word, facts.context_tokens, facts.slots)
+    return replace(scene, calibration=calibration), facts
+
+
+async def _calibrate_frames(scene: Scenario, client: Client) -> Scenario:
+    """Classes that aim at an exact length have a frame (question, needles) whose tokens a few probes measure."""
+    classes = dict(scene.classes)
+    for name, spec in scene.classes.items():
+        module = plugins.load("workloads", spec.workload or name)
+        if not hasattr(module, "frame_probe"):
+            continue
+        template = scene.calibration.template_tokens if scene.calibration else 0
+        draw = Draw(scene.seed, name, f"{scene.salt}frame", template)
+        options = plugins.options(module, spec.options)
+        counted = await _counted(scene, client, [module.frame_probe(options, draw, n) for n in range(FRAME_PROBES)])
+        if counted:
+            frame, _ = calibrate.frame_tokens(counted)
+            classes[name] = replace(spec, options={**spec.options, "frame_tokens": frame})
+    return replace(scene, classes=classes)
+
+
+async def _counted(scene: Scenario, client: Client, probes: list[Request]) -> list[tuple[Request, int]]:
+    """The probes that the server answered with a count of their prompt tokens, and that count."""
+    counted = []
+    for probe in probes:
+        outcome = await _ask(scene, client, probe)
+        if outcome.outcome == "ok" and outcome.prompt_tokens is not None:
+            counted.append((probe, outcome.prompt_tokens))
+    return counted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does every class fit?
+
+
+def fit(scene: Scenario) -> tuple[Scenario, list[Change]]:
+    """Shrink what is too long for the server's context, leave out what cannot be shrunk. Pure."""
+    context = scene.calibration.context_tokens if scene.calibration else None
+    if context is None:
+        return scene, []
+    classes: dict[str, ClassSpec] = {}
+    changes: list[Change] = []
+    for name, spec in scene.classes.items():
+        module = plugins.load("workloads", spec.workload or name)
+        options = plugins.options(module, spec.options)
+        asked = int(options.prompt_tokens)
+        room = context - int(options.max_tokens) - EDGE_TOKENS
+        if asked <= room:
+            classes[name] = spec
+        elif room >= getattr(module, "MIN_PROMPT_TOKENS", MIN_PROMPT_TOKENS):
+            classes[name] = replace(spec, options={**spec.options, "prompt_tokens": room})
+            changes.append(Change(name, f"the context is {context} tokens", asked, room))
+        else:
+            need = asked + int(options.max_tokens)
+            changes.append(Change(name, f"{name} needs {need} tokens, the context is {context}", asked))
+    return replace(scene, classes=classes), changes

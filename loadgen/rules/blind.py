@@ -1,0 +1,133 @@
+"""Could we see? Monitors that missed ticks, fell silent or never saw anything, and records that were damaged.
+
+What: per monitor the share of the loaded time without readings (holes longer than three of its own periods); a lane
+that ended before the run; damage in the run's own files. Each monitor that said it cannot observe is not evaluated,
+with its reason, and so makes a PASS partial.
+Why: a blind monitor may not pass anything. Silence of one lane is blindness, never the loss of a host.
+Threshold: missing 1 % warns, 5 % makes the measurement invalid (field notes on monitors, 5.4). A torn last line is
+what a killed run looks like: it warns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loadgen.rules import SECOND, Needs, end_ns, not_evaluated, serving, when
+from loadgen.types import Finding, FindingStatus
+
+if TYPE_CHECKING:
+    from loadgen.record import Run
+
+# The engine samples itself and is judged by the rule `generator`.
+NOT_A_MONITOR = frozenset({"client"})
+# A hole is longer than this many periods.
+HOLE_PERIODS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    warn_share: float = 0.01
+    fail_share: float = 0.05
+
+
+def needs(options: Options) -> Needs:
+    return Needs()
+
+
+def check(run: Run, options: Options) -> list[Finding]:
+    return [*_unseen(run), *_holes(run, options), *_lanes(run), *_damage(run)]
+
+
+def _unseen(run: Run) -> list[Finding]:
+    """Monitors that said they cannot see, and those that were asked for and said nothing at all."""
+    said = run.observed()
+    findings = [
+        not_evaluated("blind", "measurement", f"{name} not observed: {why}", scope=name)
+        for name, (seen, why) in sorted(said.items())
+        if not seen
+    ]
+    silent = sorted(set(run.scenario.monitors) - set(said))
+    return findings + [not_evaluated("blind", "measurement", f"{name} said nothing", scope=name) for name in silent]
+
+
+def _holes(run: Run, options: Options) -> list[Finding]:
+    span = serving(run)
+    if span is None or span[1] <= span[0]:
+        return []
+    ticks: dict[str, set[int]] = {name: set() for name, (seen, _) in run.observed().items() if seen}
+    for digest in run.digests():
+        # happenings come when they come, and `observed` once: neither is a tick
+        if digest.monitor in ticks and digest.text is None and span[0] <= digest.at_ns <= span[1]:
+            ticks[digest.monitor].add(digest.at_ns)
+    findings = []
+    for monitor, at in sorted(ticks.items()):
+        if monitor in NOT_A_MONITOR or monitor == "kernel":
+            continue
+        if len(at) < 2:
+            findings.append(
+                _finding("fail", f"{monitor}: {len(at)} readings under load", monitor, 1.0, options, len(at))
+            )
+            continue
+        stamps = np.sort(np.fromiter(at, dtype=np.int64))
+        edges = np.concatenate([[span[0]], stamps, [span[1]]])
+        gaps, period = np.diff(edges), max(float(np.median(np.diff(stamps))), SECOND)
+        holes = gaps > HOLE_PERIODS * period
+        missing = float((gaps[holes] - period).sum() / (span[1] - span[0]))
+        status: FindingStatus = (
+            "fail" if missing > options.fail_share else "warn" if missing > options.warn_share else "pass"
+        )
+        message = f"{monitor}: {len(at)} readings under load, {100 * missing:.1f} % of the time missing"
+        if status != "pass":
+            message += (
+                f", longest hole from {when(run, int(edges[int(gaps.argmax())]))} for {gaps.max() / SECOND:.0f} s"
+            )
+        findings.append(_finding(status, message, monitor, missing, options, len(at)))
+    return findings
+
+
+def _finding(status: FindingStatus, message: str, scope: str, share: float, options: Options, n: int) -> Finding:
+    return Finding(
+        "blind", "measurement", status, message, scope, share, options.fail_share, "share", n, f"samples: {scope}",
+        None, "" if status == "pass" else "blind",
+    )  # fmt: skip
+
+
+def _lanes(run: Run) -> list[Finding]:
+    """A lane or shard that ended before the last load was over."""
+    span = serving(run)
+    over = span[1] if span is not None else end_ns(run)
+    # a signal, and the end, reach the lanes too
+    over = min([over, *(int(r["at"]) for r in run.journal if r["event"] in ("signal", "run_end"))])
+    return [
+        Finding(
+            "blind", "measurement", "fail", f"at {when(run, int(r['at']))} {what} ended (exit {r.get('rc')})", what,
+            evidence="journal.jsonl", since_ns=int(r["at"]), cause="lane_died" if kind == "lane" else "lost_shard",
+        )
+        for kind in ("lane", "shard")
+        for r in run.journal
+        if r["event"] == f"{kind}_exit" and (int(r["at"]) < over or (kind == "shard" and r.get("rc") not in (0, None)))
+        for what in [f"{kind} {r.get(kind, '?')}"]
+    ]  # fmt: skip
+
+
+def _damage(run: Run) -> list[Finding]:
+    for _ in run.outcomes():
+        pass  # damage is counted while reading
+    found = {what: count for what, count in sorted(run.damage.items()) if count}
+    for record in run.journal:
+        if record["event"] in ("records_lost", "recorder_failed"):
+            found[str(record["event"])] = found.get(str(record["event"]), 0) + int(record.get("n", 1))
+    if not found:
+        return [Finding("blind", "measurement", "pass", "all records readable", "records", 0, 0, "records")]
+    said = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in found.items())
+    status: FindingStatus = "fail" if run.finished else "warn"
+    total = sum(found.values())
+    return [
+        Finding(
+            "blind", "measurement", status, f"damaged records: {said}", "records", total, 0, "records",
+            evidence="run folder", cause="damaged_records",
+        )
+    ]  # fmt: skip

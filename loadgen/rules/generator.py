@@ -1,0 +1,198 @@
+"""Was the test sound? The load generator's own health; every finding is of the axis MEASUREMENT.
+
+What, while load ran: the event loop's worst lag; CPU above 90 % for 10 s; requests sent late beyond what connecting
+took; the seats really kept (by the engine's samples); Little's law (by the requests' own times); conservation of
+requests; the monotonic clock against the wall clock.
+Why: a client that cannot keep up reads exactly like a slow server, and has been published as one.
+Threshold: lag 250 ms, send lag p99 10 ms or 1 % of the median TTFT, 95 % of the seats, clocks 0.1 % and 1 %: the
+limits of MLPerf's LoadGen and of the field notes on load testing (6). A percentile that n does not certify is taken
+lower.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from loadgen.rules import SECOND, Ints, Needs, longest, measured, not_evaluated, readings, serving, when
+from loadgen.stats import certified
+from loadgen.types import OUR_ERRORS, Finding, FindingStatus, OutcomeWord, Seconds
+
+if TYPE_CHECKING:
+    from loadgen.record import Run
+
+# Seats that wait for a refused or throttled server are not ours: above this share of failures they prove nothing.
+FAILED_SHARE = 0.01
+CLOCK_WARN, CLOCK_FAIL = 0.001, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    loop_lag_ms: float = 250.0
+    send_lag_ms: float = 10.0
+    send_lag_share: float = 0.01
+    cpu_percent: float = 90.0
+    cpu_for: Seconds = Seconds(10)
+    seats_share: float = 0.95
+
+
+def needs(options: Options) -> Needs:
+    return Needs(seconds=options.cpu_for)
+
+
+def check(run: Run, options: Options) -> list[Finding]:
+    return [
+        *_lag(run, options), *_cpu(run, options), *_requests(run, options), *_conservation(run), *_clocks(run),
+    ]  # fmt: skip
+
+
+def _finding(
+    scope: str, status: FindingStatus, message: str, number: float, bound: float, unit: str, n: int,
+    since_ns: int | None = None, cause: str = "client_limited", evidence: str = "samples: client",
+) -> Finding:  # fmt: skip
+    bad = status in ("warn", "fail")
+    return Finding(
+        "generator", "measurement", status, message, scope, number, bound, unit, n, evidence,
+        since_ns if bad else None, cause if bad else "",
+    )  # fmt: skip
+
+
+def _missing(scope: str, why: str) -> list[Finding]:
+    return [not_evaluated("generator", "measurement", f"{scope}: {why}", scope)]
+
+
+def _lag(run: Run, options: Options) -> list[Finding]:
+    lag = readings(run, "client", "loop_lag_ms", serving(run))
+    if not len(lag):
+        return _missing("loop lag", "the engine wrote no samples under load")
+    i = int(lag.max.argmax())
+    worst, at = float(lag.max[i]), int(lag.at_ns[i])
+    status: FindingStatus = "fail" if worst > options.loop_lag_ms else "pass"
+    message = f"event loop at most {worst:.0f} ms late, at {when(run, at)}"
+    return [_finding("loop lag", status, message, worst, options.loop_lag_ms, "ms", len(lag), at)]
+
+
+def _cpu(run: Run, options: Options) -> list[Finding]:
+    cpu = readings(run, "client", "cpu_percent", serving(run))
+    if not len(cpu):
+        return _missing("cpu", "the engine wrote no samples under load")
+    held_s, since_ns = longest(cpu.min > options.cpu_percent, cpu.at_ns)
+    status: FindingStatus = "fail" if held_s >= options.cpu_for else "pass"
+    message = f"engine CPU mean {cpu.last.mean():.1f} %, at most {cpu.max.max():.0f} %"
+    if status == "fail":
+        message += f", above {options.cpu_percent:.0f} % for {held_s:.0f} s from {when(run, since_ns)}"
+    return [_finding("cpu", status, message, held_s, options.cpu_for, "s", len(cpu), since_ns)]
+
+
+def _requests(run: Run, options: Options) -> Iterator[Finding]:
+    """Send lag, seats and Little's law: one pass over the outcomes."""
+    span, seats = measured(run), _seats(run)
+    labels = {p.name for p in run.phases if p.kind == "measure"}
+    lags, ttfts = array("d"), array("d")
+    busy_ns, n, failed = 0, 0, 0
+    for o in run.outcomes():
+        if span is None or o.sent_ns is None:
+            continue
+        begin, end = o.sent_ns - (o.connect_ns or 0), o.done_ns if o.done_ns is not None else span[1]
+        busy_ns += max(0, min(end, span[1]) - max(begin, span[0]))
+        if o.phase not in labels:
+            continue
+        n += 1
+        failed += o.outcome == "failed" and o.error_class not in OUR_ERRORS
+        lags.append((o.sent_ns - o.due_ns - (o.connect_ns or 0)) / 1e6)
+        if o.outcome == "ok" and o.ttft_ns is not None:
+            ttfts.append(o.ttft_ns / 1e6)
+    yield from _send_lag(lags, ttfts, options)
+    if span is None or not seats or not n or span[1] <= span[0]:
+        yield from _missing("seats", "no requests were measured at a known concurrency")
+    elif failed / n > FAILED_SHARE:
+        yield from _missing("seats", f"{failed} of {n} requests failed, seats waited for the server")
+    else:
+        little = busy_ns / (span[1] - span[0])
+        status: FindingStatus = "pass" if abs(little / seats - 1) <= 1 - options.seats_share else "fail"
+        message = f"Little's law: {little:.2f} requests in flight by their own times, {seats} seats"
+        yield _finding("littles law", status, message, little / seats, options.seats_share, "share", n, span[0],
+                       "client_limited", "outcomes")  # fmt: skip
+        held = readings(run, "client", "in_flight", span, ())
+        if not len(held):
+            yield from _missing("seats", "the engine wrote no samples while measuring")
+        else:
+            share = float(held.last.mean()) / seats
+            status = "pass" if share >= options.seats_share else "fail"
+            message = f"{100 * share:.1f} % of {seats} seats busy while measuring"
+            yield _finding("seats", status, message, share, options.seats_share, "share", len(held), span[0])
+
+
+def _seats(run: Run) -> int:
+    """How many seats the measuring phase kept, over all shards."""
+    measuring = {p.name for p in run.phases if p.kind == "measure"}
+    starts = {
+        (str(r.get("by")), str(r.get("phase"))): int(r.get("concurrency") or 0)
+        for r in run.journal
+        if r.get("event") == "phase_start" and r.get("phase") in measuring
+    }
+    per_phase: Counter[str] = Counter()
+    for (_, phase), seats in starts.items():
+        per_phase[phase] += seats
+    return min(per_phase.values(), default=0)
+
+
+def _send_lag(lags: array[float], ttfts: array[float], options: Options) -> Iterator[Finding]:
+    p = next((p for p in (0.99, 0.95, 0.9, 0.5) if certified(p, len(lags))), None)
+    if p is None:
+        yield from _missing("send lag", f"{len(lags)} requests measured, too few for any percentile")
+        return
+    lag_ms = float(np.quantile(np.asarray(lags), p, method="inverted_cdf"))
+    ttft_ms = float(np.median(np.asarray(ttfts))) if len(ttfts) else 0.0
+    bound = max(options.send_lag_ms, options.send_lag_share * ttft_ms)
+    status: FindingStatus = "fail" if lag_ms > bound else "pass"
+    message = f"requests sent p{100 * p:g} {lag_ms:.1f} ms after they were due, connecting left out"
+    yield _finding("send lag", status, message, lag_ms, bound, "ms", len(lags), evidence="outcomes")
+
+
+def _conservation(run: Run) -> list[Finding]:
+    """issued = ok + failed + incomplete per drained phase, and as many outcomes on disk as were counted."""
+    drained = [r for r in run.journal if r.get("event") == "phase_drained"]
+    if not drained or not run.finished:
+        return _missing("conservation", "the run has no end on record")
+    words: tuple[OutcomeWord, ...] = ("ok", "failed", "incomplete")
+    issued = sum(int(r["issued"]) for r in drained)
+    counted: Counter[OutcomeWord] = Counter({w: sum(int(r[w]) for r in drained) for w in words})
+    phases = {r.get("phase") for r in drained}
+    written = Counter(o.outcome for o in run.outcomes() if o.phase in phases)
+    off = abs(issued - counted.total()) + sum(abs(counted[w] - written[w]) for w in words)
+    message = f"{issued} issued = " + " + ".join(f"{counted[w]} {w}" for w in words)
+    if off:
+        message = f"{issued} issued, {counted.total()} counted, {written.total()} on record: they must agree"
+    status: FindingStatus = "fail" if off else "pass"
+    return [
+        _finding("conservation", status, message, off, 0, "requests", issued, None, "lost_records", "journal.jsonl")
+    ]
+
+
+def _clocks(run: Run) -> list[Finding]:
+    """A clock that runs at another rate spoils every duration; a wall clock that was merely set does not."""
+    stamps = sorted({(int(r["at"]), int(r["wall"])) for r in run.journal if r.get("by") == "supervise" and "wall" in r})
+    stamps = stamps or sorted({(int(r["at"]), int(r["wall"])) for r in run.journal if "wall" in r})
+    mono: Ints = np.array([at for at, _ in stamps], dtype=np.int64)
+    wall: Ints = np.array([w for _, w in stamps], dtype=np.int64)
+    far = np.diff(mono) >= 5 * SECOND
+    if not far.any():
+        return _missing("clocks", "the journal has no two records 5 s apart")
+    ratios = (np.diff(wall) / np.maximum(np.diff(mono), 1))[far]
+    rate = float(abs(np.median(ratios) - 1))
+    whole = float(abs((wall[-1] - wall[0]) / (mono[-1] - mono[0]) - 1))
+    set_s = float(np.abs(np.diff(wall) - np.diff(mono)).max()) / SECOND
+    stepped = len(ratios) < 3 or rate <= CLOCK_WARN < whole  # too few records to tell a step from a rate
+    status: FindingStatus = "pass" if whole <= CLOCK_WARN else "warn" if stepped or rate <= CLOCK_FAIL else "fail"
+    message = f"wall and monotonic clock agree to {100 * whole:.3f} %" + (
+        f" (the wall clock was set by {set_s:.1f} s)" if status == "warn" else ""
+    )
+    return [
+        _finding("clocks", status, message, whole, CLOCK_FAIL, "share", len(stamps), None, "clocks", "journal.jsonl")
+    ]

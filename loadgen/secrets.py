@@ -1,0 +1,26 @@
+"""API keys: where they come from, and nowhere do they go but into a request's head."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from loadgen.types import Target, UserError
+
+
+def headers(target: Target) -> dict[str, str]:
+    """The headers of every request to the target, its key included. Raises UserError where the key cannot be found."""
+    found = dict(target.headers)
+    secret = target.api_key
+    if secret is None:
+        return found
+    if secret.env is not None:
+        key = os.environ.get(secret.env)
+        if not key:
+            raise UserError(f"target.api_key: the environment variable {secret.env} is not set")
+    else:
+        try:
+            key = Path(secret.file or "").expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise UserError(f"target.api_key: {secret.file} cannot be read ({error.strerror})") from None
+    return {"Authorization": f"Bearer {key}", **found}

@@ -1,0 +1,293 @@
+"""The server's metrics page: every spelling of every server under one name, and what is absent stays absent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadgen.types import Sample
+from monitors import engine
+
+# Lines end at LF only: one case has another line separator of Unicode inside.
+LINES = (Path(__file__).parent / "data/monitors/metrics.jsonl").read_text(encoding="utf-8").split("\n")
+CASES = {case["id"]: case for case in map(json.loads, filter(None, LINES))}
+
+
+def pages(name: str) -> tuple[list[engine.Page], dict[str, Any]]:
+    return [engine.parse(text) for text in CASES[name]["input"]["scrapes"]], CASES[name]["expect"]
+
+
+def values(page: engine.Page) -> dict[str, float]:
+    return engine.normalised(page)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recorded cases
+
+
+def test_cache_gauge_is_found_under_its_new_name() -> None:
+    (page,), expect = pages("metrics-kv-renamed")
+    found, sources = engine.normalised(page)
+    assert found["kv_cache_usage_ratio"] == expect["kv_cache_usage"]
+    assert sources["kv_cache_usage_ratio"] == expect["source_metric"]
+
+
+def test_counter_with_and_without_total_is_one_counter() -> None:
+    (first, second), expect = pages("metrics-total-suffix")
+    assert [values(p)["prompt_tokens_total"] for p in (first, second)] == expect["prompt_tokens_total"]
+    assert engine.resets(first, second) == []
+    assert engine.resets(second, first) == ["prompt_tokens_total"]
+
+
+def test_exponents_and_infinity_are_numbers() -> None:
+    (page,), expect = pages("metrics-exponent-and-inf")
+    found = values(page)
+    assert found["prompt_tokens_total"] == expect["prompt_tokens_total"]
+    assert found["ttft_count_total"] == expect["ttft_count"]
+    assert found["ttft_seconds_total"] == expect["ttft_sum_s"]
+    buckets = {dict(k)["le"]: v for k, v in page.series["vllm:time_to_first_token_seconds_bucket"].items()}
+    assert buckets["+Inf"] - buckets["1e+01"] == expect["above_10s"]
+
+
+def test_blank_in_a_label_and_timestamp_do_not_move_the_value() -> None:
+    (page,), expect = pages("metrics-label-space-timestamp")
+    found = values(page)
+    assert found["spec_accepted_tokens_total"] == expect["accepted"]
+    assert found["spec_draft_tokens_total"] == expect["drafted"]
+
+
+def test_one_bad_line_costs_one_line() -> None:
+    (page,), expect = pages("metrics-one-bad-line")
+    found = values(page)
+    assert found["requests_running"] == expect["running"]
+    assert found["requests_waiting"] == expect["waiting"]
+    assert found["generation_tokens_total"] == expect["generation_tokens_total"]
+    assert page.bad_lines == expect["bad_lines"]
+
+
+def test_cache_usage_that_is_not_exported_is_absent_not_zero() -> None:
+    (page,), expect = pages("metrics-kv-absent")
+    found = values(page)
+    assert "kv_cache_usage_ratio" not in found
+    assert found["decode_tokens_per_s"] == expect["decode_tokens_per_s"]
+    assert found["prefill_tokens_per_s"] == expect["prefill_tokens_per_s"]
+    assert "without kv_cache_usage_ratio" in engine.seen(page)
+
+
+def test_engines_are_added_up_and_the_run_has_its_own_hit_rate() -> None:
+    (before, after), expect = pages("metrics-prefix-cache-warm")
+    a, b = values(before), values(after)
+    queries = b["prefix_cache_queries_total"] - a["prefix_cache_queries_total"]
+    hits = b["prefix_cache_hits_total"] - a["prefix_cache_hits_total"]
+    assert hits / queries == expect["run_hit_rate"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parser and the tables
+
+
+def test_of_two_engines_the_fuller_cache_counts_and_the_queues_are_added() -> None:
+    page = engine.parse(
+        'vllm:kv_cache_usage_perc{engine="0"} 0.2\nvllm:kv_cache_usage_perc{engine="1"} 0.9\n'
+        'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="1"} 4\n'
+    )
+    assert values(page) == {"kv_cache_usage_ratio": 0.9, "requests_waiting": 7.0}
+
+
+def test_metric_under_old_and_new_name_is_not_added_twice() -> None:
+    page = engine.parse(
+        "vllm:kv_cache_usage_perc 0.5\nvllm:gpu_cache_usage_perc 0.5\n"
+        "vllm:prompt_tokens_total 9\nvllm:prompt_tokens 9\n"
+    )
+    assert values(page) == {"kv_cache_usage_ratio": 0.5, "prompt_tokens_total": 9.0}
+
+
+def test_restart_of_one_engine_is_a_reset_though_the_sum_grew() -> None:
+    before = engine.parse(
+        'vllm:generation_tokens_total{engine="0"} 100\nvllm:generation_tokens_total{engine="1"} 100\n'
+    )
+    after = engine.parse('vllm:generation_tokens_total{engine="0"} 5\nvllm:generation_tokens_total{engine="1"} 900\n')
+    assert engine.resets(before, after) == ["generation_tokens_total"]
+
+
+def test_capacity_is_read_from_labels() -> None:
+    page = engine.parse(
+        'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="262144",num_gpu_blocks="16384"} 1.0\n'
+    )
+    assert values(page) == {"kv_capacity_tokens": 262144.0, "kv_blocks": 16384.0, "kv_block_tokens": 16.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "running"),
+    [
+        ("sglang:num_running_reqs 2.0\n", 2.0),
+        ("llamacpp:requests_processing 1\n", 1.0),
+        ("tgi_batch_current_size 4\n", 4.0),
+        ("vllm:num_requests_running 3\r\n", 3.0),
+    ],
+)
+def test_running_requests_of_every_server(text: str, running: float) -> None:
+    assert values(engine.parse(text))["requests_running"] == running
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,10}[a-z]", fullmatch=True).filter(
+    lambda n: not n.endswith(("_total", "_created", "_info", "_bucket", "_sum", "_count"))
+)
+
+
+@given(
+    st.dictionaries(
+        NAMES,
+        st.tuples(
+            st.booleans(),
+            st.dictionaries(
+                st.text(st.characters(exclude_categories=["Cs"]), max_size=12), st.floats(0, 1e300), max_size=3
+            ),
+        ),
+        max_size=5,
+    )
+)
+def test_good_pages_are_read_as_prometheus_reads_them(families: dict[str, tuple[bool, dict[str, float]]]) -> None:
+    registry = CollectorRegistry()
+    for name, (is_counter, series) in families.items():
+        metric = (Counter if is_counter else Gauge)(name, "help\n\\ text", ["label"], registry=registry)
+        for label, value in series.items():
+            child = metric.labels(label)
+            child.inc(value) if isinstance(child, Counter) else child.set(value)
+    text = generate_latest(registry).decode()
+    theirs: dict[str, engine.Series] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            theirs.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    page = engine.parse(text)
+    assert page.bad_lines == 0
+    assert page.series == theirs
+
+
+@given(st.text())
+def test_no_page_breaks_the_parser(text: str) -> None:
+    engine.normalised(engine.parse(text))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scraping a real socket
+
+
+@contextmanager
+def server(answers: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
+    """A socket that gives the n-th connection the n-th answer (later ones the last) and keeps what it was asked."""
+    asked: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for n in range(1000):
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                asked.append(connection.recv(65536))
+                connection.sendall(answers[min(n, len(answers) - 1)])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", asked
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+def answer(body: str, status: str = "200 OK") -> bytes:
+    data = body.encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+
+
+def ticks(options: engine.Options, n: int) -> list[list[Sample]]:
+    async def run() -> list[list[Sample]]:
+        watch = engine.watch(options)
+        try:
+            return [await anext(watch) for _ in range(n)]
+        finally:
+            await watch.aclose()  # type: ignore[attr-defined]
+
+    return asyncio.run(run())
+
+
+def of(samples: list[Sample], metric: str) -> list[Sample]:
+    return [s for s in samples if s.metric == metric]
+
+
+def test_page_at_the_root_of_the_target_is_scraped() -> None:
+    with server([answer("vllm:num_requests_running 5\n")]) as (url, asked):
+        (samples,) = ticks(engine.Options(target_url=url), 1)
+    assert asked[0].startswith(b"GET /metrics ")
+    assert [s.value for s in of(samples, "observed")] == [1.0]
+    assert [s.value for s in of(samples, "requests_running")] == [5.0]
+    assert of(samples, "scrape_ms")[0].value > 0
+
+
+def test_page_that_is_switched_off_is_said_once_and_not_asked_again() -> None:
+    script = CASES["metrics-disabled-501"]["input"]["play"]["routes"]["*"][0]["steps"][0]["text"].encode()
+    with server([script]) as (url, asked):
+        first, second, third = ticks(engine.Options(target_url=url), 3)
+    (observed,) = of(first, "observed")
+    assert observed.value == 0.0
+    assert "--metrics" in (observed.text or "")
+    assert second == third == []
+    assert len(asked) == 1
+
+
+def test_counter_that_falls_is_a_happening() -> None:
+    pages_ = [answer("vllm:generation_tokens_total 100\n"), answer("vllm:generation_tokens_total 7\n")]
+    with server(pages_) as (url, _):
+        _, second = ticks(engine.Options(target_url=url), 2)
+    (reset,) = of(second, "counter_reset")
+    assert "generation_tokens_total" in (reset.text or "")
+
+
+def test_outage_of_a_page_that_was_seen_is_one_happening() -> None:
+    with server([answer("vllm:num_requests_running 1\n"), b""]) as (url, _):
+        first, second, third = ticks(engine.Options(target_url=url), 3)
+    assert of(first, "observed")[0].value == 1.0
+    assert len(of(second, "scrape_failed")) == 1
+    assert of(second, "observed") == of(third, "observed") == of(third, "scrape_failed") == []
+    assert of(third, "scrapes_failed_total")[0].value == 2.0
+
+
+def test_server_that_is_not_there_yet_is_not_observed_until_it_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    (samples,) = ticks(engine.Options(target_url=f"http://127.0.0.1:{port}"), 1)
+    assert of(samples, "observed")[0].value == 0.0
+
+
+def test_page_of_something_else_is_not_observed() -> None:
+    with server([answer("<html>hello</html>")]) as (url, _):
+        (samples,) = ticks(engine.Options(target_url=url), 1)
+    assert of(samples, "observed")[0].value == 0.0
+
+
+def test_key_reaches_the_server_through_the_environment_and_no_sample() -> None:
+    os.environ["LOADGEN_TEST_HEADERS"] = json.dumps({"Authorization": "Bearer sk-secret"})
+    try:
+        with server([answer("vllm:num_requests_running 5\n")]) as (url, asked):
+            (samples,) = ticks(engine.Options(target_url=url, headers_env="LOADGEN_TEST_HEADERS"), 1)
+    finally:
+        del os.environ["LOADGEN_TEST_HEADERS"]
+    assert b"Authorization: Bearer sk-secret" in asked[0]
+    assert "sk-secret" not in repr(samples)
