@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 
 import orjson
 
-from loadgen.dialects import Decoder, Dialect, error_text, one_line
+from loadgen.dialects import Decoder, Dialect, characters, error_text, one_line
 from loadgen.sse import EventTooLargeError
 from loadgen.types import Event, Outcome, Request, ToolCall
 
@@ -222,12 +222,12 @@ class Answer:
         elif self._status == 200 and self._body_limit == MAX_BODY_BYTES and end.error_class is None:
             self._whole(end.at_ns)
         outcome.last_ns, outcome.done_ns = self.last_ns, end.at_ns
-        outcome.text, outcome.reasoning_text = "".join(self._text), "".join(self._reasoning)
+        outcome.text, outcome.reasoning_text = characters("".join(self._text)), characters("".join(self._reasoning))
         for _, (call, arguments) in sorted(self._calls.items()):
-            call.arguments = "".join(arguments)
+            call.id, call.name, call.arguments = map(characters, (call.id, call.name, "".join(arguments)))
             outcome.tool_calls.append(call)
         if self._finished is not None:
-            outcome.finish_reason = self._finished.text or (self._finished.data or {}).get("raw")
+            outcome.finish_reason = self._finished.text or one_line((self._finished.data or {}).get("raw", ""))
         self._count_tokens()
         error = self._verdict(end)
         if error is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,10 +45,10 @@ errors = Console(stderr=True, highlight=False)
 plain = Console(highlight=False, soft_wrap=True)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Entry point. A user's mistake is one line and code 3, whoever found it: we or the parser."""
     try:
-        code = app(standalone_mode=False)
+        code = app(argv, standalone_mode=False)
     except UserError as error:
         errors.print(f"loadgen: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
@@ -108,7 +109,9 @@ def run(
     sim: Annotated[
         str | None, typer.Option(metavar="PRESET", help="Test the embedded simulated server instead of a real one.")
     ] = None,
-    sim_faults: Annotated[Path | None, typer.Option(help="A script of faults for --sim (see `loadgen sim`).")] = None,
+    sim_args: Annotated[
+        str, typer.Option(metavar="TEXT", help="More for the simulator, e.g. '--faults F.yaml --time-scale 20'.")
+    ] = "",
     wait: Annotated[str, typer.Option(help="How long to wait for a server that is not ready yet.")] = "0s",
     allow_busy: Annotated[bool, typer.Option(help="Run even if others use the server.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")] = False,
@@ -119,12 +122,12 @@ def run(
     overrides += [f"seed={seed}"] if seed is not None else []
     if sim is not None and url is not None:
         raise UserError("--sim and --url: say one of them")
-    if sim_faults is not None and sim is None:
-        raise UserError("--sim-faults needs --sim PRESET")
+    if sim_args and sim is None:
+        raise UserError("--sim-args needs --sim PRESET")
     scene = scenario.load(name, overrides, _duration("--duration", duration))
     target = _target(scene.target, url, model, api_key_env)
     wait_s = _duration("--wait", wait) or Seconds(0)
-    with _simulator(sim, sim_faults) as sim_url:
+    with _simulator(sim, sim_args) as sim_url:
         if sim_url is not None:
             target = replace(target, url=sim_url, model=None)
         code = _run(replace(scene, target=target), out, wait_s, allow_busy, quiet)
@@ -179,8 +182,9 @@ def _duration(flag: str, text: str | None) -> Seconds | None:
 
 
 def _redacted(argv: list[str]) -> list[str]:
-    """The command line as it may stand in a file: credentials in URLs and headers are gone."""
-    return [re.sub(r"(?i)(//)[^/@\s]+@|((?:authorization|key|token)[^=:]*[=:]).*", r"\1\2…", word) for word in argv]
+    """The command line as it may stand in a file: credentials are gone, and so is where files lie."""
+    words = [re.sub(r"(?i)(//)[^/@\s]+@|((?:authorization|key|token)[^=:]*[=:]).*", r"\1\2…", word) for word in argv]
+    return [re.sub(r"(?<![\w:/.])/\S*/", "…/", word) for word in words]
 
 
 class _Screen:
@@ -233,13 +237,12 @@ def _view(title: str, quiet: bool) -> Iterator[_Screen | _Lines | _Silence]:
 
 
 @contextmanager
-def _simulator(preset: str | None, faults: Path | None) -> Iterator[str | None]:
+def _simulator(preset: str | None, more: str) -> Iterator[str | None]:
     """The embedded server as a process of its own for the length of a run; its address, or None without a preset."""
     if preset is None:
         yield None
         return
-    args = ["--preset", preset, "--port", "0"]
-    args += ["--faults", str(faults), "--supervised"] if faults is not None else []
+    args = ["--preset", preset, "--port", "0", "--supervised", *shlex.split(more)]
     process = subprocess.Popen(
         [sys.executable, "-m", "loadgen.sim", *args],
         stdin=subprocess.DEVNULL,

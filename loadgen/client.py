@@ -9,6 +9,7 @@ so that no stream's decoding delays another stream's stamp. Not aiohttp: its own
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections import deque
@@ -35,6 +36,14 @@ SLICE_NS = 1_000_000
 WRITE_BYTES = 256 * 1024
 # How long `close` waits for connections to be gone.
 CLOSE_S = 1.0
+
+
+# Headers whose values are secrets, however short.
+SECRET_NAME = re.compile(r"auth|key|token|secret|cookie", re.IGNORECASE)
+
+
+class NoEndpointError(UserError):
+    """The server answered, but has nothing (that works) at this path."""
 
 
 class Body:
@@ -218,6 +227,8 @@ class Client:
         exchange = await self._perform(answer, self._post, body, self.limits, outcome)
         assert exchange.end is not None
         outcome.sent_ns, outcome.first_byte_ns = exchange.sent_ns, exchange.first_byte_ns
+        if exchange.paused:
+            outcome.flags.add("client_backlog")
         answer.conclude(exchange.end)
         if outcome.error_message is not None:
             outcome.error_message = self._clean(outcome.error_message)
@@ -271,11 +282,12 @@ class Client:
             raise NotReadyError(message)
         said = self._clean(told(bytes(body.content[:ERROR_BODY_BYTES])))
         if body.status in (401, 403):
-            raise UserError(f"{where}: HTTP {body.status}, the server wants another API key ({said}); set `api_key`")
-        if body.status == 429 or body.status >= 500:
+            key = f"the server wants another API key ({said}); set `api_key`"
+            raise UserError(f"{where}: HTTP {body.status}, {key}")
+        if body.status in (429, 503):
             raise NotReadyError(f"{where}: HTTP {body.status}: {said}")
         if body.status != 200:
-            raise UserError(f"{where}: HTTP {body.status}: {said}")
+            raise NoEndpointError(f"{where}: HTTP {body.status}: {said}")
         return body
 
     def _json(self, path: str, body: Body) -> Any:
@@ -284,9 +296,7 @@ class Client:
         except orjson.JSONDecodeError:
             kind = body.headers.get("content-type", "no content-type")
             quoted = self._clean(one_line(body.content[:60].decode(errors="replace")))
-            raise UserError(
-                f"{self.target.url} {path}: not JSON ({kind}: {quoted!r}); is this an OpenAI-compatible server?"
-            ) from None
+            raise NoEndpointError(f"{self.target.url} {path}: not JSON ({kind}: {quoted!r})") from None
 
     # One request -----------------------------------------------------------------------------------------------------
 
@@ -331,7 +341,8 @@ class Client:
         except ConnectError as error:
             exchange.finish(error.error_class, str(error), now_ns())
         except asyncio.CancelledError:
-            if exchange.cut is None:
+            task = asyncio.current_task()
+            if exchange.cut is None or (task is not None and task.cancelling()):
                 exchange.finish("cancelled", "cancelled", now_ns())
                 if exchange.connection is not None:
                     exchange.connection.abort()
@@ -363,8 +374,10 @@ class Client:
                 waiter.cancel()
 
     async def _run(self, exchange: Exchange, connection: _Connection, head: bytes, body: bytes) -> None:
-        if exchange.end is None:
+        if exchange.end is None and connection.alive:
             connection.start(exchange, head, body)
+        elif exchange.end is None:  # closed in the turn in which it was made
+            exchange.lost(None, now_ns())
         try:
             await exchange.ended
         finally:
@@ -460,8 +473,14 @@ class Client:
 
 
 def _secret_words(headers: Mapping[str, str]) -> list[str]:
-    """Every word of the caller's headers that is long enough to be a secret, the longest first."""
-    words = {word for value in headers.values() for word in (value, *value.split()) if len(word) >= 8}
+    """The words of the caller's headers that no message may show, the longest first: all long ones, and shorter ones
+    under names that promise a secret."""
+    words = {
+        word
+        for name, value in headers.items()
+        for word in (value, *value.split())
+        if len(word) >= (4 if SECRET_NAME.search(name) else 8) and word.lower() not in ("bearer", "basic")
+    }
     return sorted(words, key=len, reverse=True)
 
 

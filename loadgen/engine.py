@@ -49,11 +49,13 @@ CUT_S = 2.0
 LAG_PROBE_S, HEALTH_S = 0.05, 1.0
 # Answers for which a class is left out after the functional phase: the server says no, or the model cannot.
 REFUSALS = frozenset({"context_limit", "http_error"})
-CANNOT = frozenset({"wrong", "distractor", "malformed", "empty"})
+CANNOT = frozenset({"wrong", "distractor", "garbage", "malformed", "empty"})
 
 
 class Sender(Protocol):
-    """What the engine needs of a client."""
+    """What the engine needs of a client. `last_token_ns`: when any stream last gave a token; None before the first."""
+
+    last_token_ns: int | None
 
     async def send(self, request: Request, body: bytes) -> Outcome: ...
     def abort_all(self) -> None: ...
@@ -453,6 +455,9 @@ async def watch_health(engine: Engine, cpu_ns: Callable[[], int], rss_bytes: Cal
             "loop_lag_ms": worst_lag_ns / 1e6,
             "cpu_percent": 100 * (used_ns - mark_cpu_ns) / (at - mark_ns),
             "rss_bytes": rss_bytes(),
+            "last_token_age_s": None
+            if engine.sender.last_token_ns is None
+            else (at - engine.sender.last_token_ns) / 1e9,
             **{f"{word}_total": number for word, number in engine.total.fields().items()},
         }
         samples = [Sample("client", metric, value, at) for metric, value in values.items() if value is not None]

@@ -71,6 +71,7 @@ class Exchange:
         self.waiter: asyncio.Future[Any] | None = None  # what the caller waits for before it is on the wire
         self.ended: asyncio.Future[None] = loop.create_future()
         self.cut: str | None = None
+        self.paused = False  # we could not keep up for a while: later arrival times are late by our own fault
         self._last_byte_ns = started_ns
         self._begun = False
         self._queued = False
@@ -88,11 +89,13 @@ class Exchange:
     def writing(self, at_ns: int) -> None:
         """The server takes the request, bit by bit."""
         self._last_byte_ns = at_ns
+        self._watch()
 
     def received(self, data: bytes, at_ns: int) -> None:
-        if self.end is not None:
-            return
         response = self.response
+        if self.end is not None:
+            response.leftover = True
+            return
         self._last_byte_ns = at_ns
         first = self.first_byte_ns is None
         if first:
@@ -108,6 +111,7 @@ class Exchange:
             if response.complete:
                 self._framed_end(at_ns)
             elif response.pending_bytes > BACKLOG_BYTES and self.connection is not None:
+                self.paused = True
                 self.connection.pause()
         if first:
             self._watch()
@@ -218,16 +222,19 @@ class Exchange:
             self._timer = self._loop.call_later(max(0, due_ns - now_ns()) / 1e9 + 0.001, self._look)
 
     def _look(self) -> None:
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         due_ns, error_class, message = self._due()
         now = now_ns()
         if now < due_ns or self.response.pieces or self.end is not None:
             self._second_look = False
             self._watch()
         elif not self._second_look:
-            # Timers run before sockets are read. If it was we who slept, the bytes are waiting: read them first.
+            # If it was we who slept, the bytes are waiting: timers run before sockets are read. What is called soon in
+            # a call soon runs when all sockets have been read once.
             self._second_look = True
-            self._timer = self._loop.call_later(0.002, self._look)
+            self._loop.call_soon(self._loop.call_soon, self._look)
         else:
             self.finish(error_class, message, now)
             if self.connection is not None:

@@ -230,6 +230,12 @@ class Hist:
         self._max = high if self._max is None else max(self._max, high)
 
 
+def whole_us(durations_ns: array[int]) -> Ints:
+    """Nanoseconds to the nearest whole microsecond."""
+    us: Ints = (np.frombuffer(durations_ns, np.int64) + 500) // 1000
+    return us
+
+
 def merged(hists: Iterable[Hist]) -> Hist:
     """One histogram of all values of all."""
     total = Hist()

@@ -58,8 +58,11 @@ class Response:
         self._head_bytes = 0
         self._inflate: _Inflate | None = None
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
-        # Gateways send content-length beside chunked, and bare LF in heads: readable, and no reason to fail a request.
-        self._parser.set_dangerous_leniencies(lenient_chunked_length=True, lenient_optional_cr_before_lf=True)
+        # Gateways send content-length beside chunked, bare LF in heads, blanks behind a chunk's size: all readable, and
+        # no reason to fail a request.
+        self._parser.set_dangerous_leniencies(
+            lenient_chunked_length=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
+        )
 
     def feed(self, data: bytes, at_ns: int) -> None:
         """Take the bytes of one read. Raises ProtocolError; what was complete before the fault stays readable."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loadgen import plugins, strict
-from loadgen.client import Client
+from loadgen.client import Client, NoEndpointError
 from loadgen.types import (
     Calibration,
     ClassSpec,
@@ -160,10 +160,8 @@ async def _models(scene: Scenario, client: Client) -> list[Json]:
     """The server's list; empty where it has none and the scenario names the model. Raises UserError otherwise."""
     try:
         answer = await client.get_json("/v1/models", CONTROL_S)
-    except NotReadyError:
-        raise
-    except UserError as error:
-        if scene.target.model is not None and "401" not in str(error) and "403" not in str(error):
+    except NoEndpointError as error:
+        if scene.target.model is not None:
             return []
         raise UserError(f"{error}; is it an OpenAI-compatible server? (--model NAME if it lists none)") from None
     listed = answer.get("data") if isinstance(answer, dict) else None
@@ -264,11 +262,17 @@ async def _calibrate_frames(scene: Scenario, client: Client) -> Scenario:
             continue
         template = scene.calibration.template_tokens if scene.calibration else 0
         draw = Draw(scene.seed, name, f"{scene.salt}frame", template)
-        options = plugins.options(module, spec.options)
-        counted = await _counted(scene, client, [module.frame_probe(options, draw, n) for n in range(FRAME_PROBES)])
-        if counted:
-            frame, _ = calibrate.frame_tokens(counted)
-            classes[name] = replace(spec, options={**spec.options, "frame_tokens": frame})
+        for spaced in (False, True):  # digits in a row are not equally many tokens in every vocabulary; single ones are
+            given = {**spec.options, "spaced": True} if spaced else spec.options
+            options = plugins.options(module, given)
+            probes = [module.frame_probe(options, draw, number) for number in range(FRAME_PROBES)]
+            counted = await _counted(scene, client, probes)
+            if not counted:
+                break
+            frame, spread = calibrate.frame_tokens(counted)
+            classes[name] = replace(spec, options={**given, "frame_tokens": frame})
+            if spread == 0:
+                break
     return replace(scene, classes=classes)
 
 

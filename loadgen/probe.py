@@ -34,7 +34,7 @@ async def probe(
     requests: int,
     concurrency: int,
 ) -> AsyncIterator[dict[str, Any]]:
-    """`describe` of each outcome as it ends. Without a model the server chooses; one that insists on a name is asked for
+    """`describe` of each outcome as it ends. Without a model the server chooses; one that insists on one is asked for
     the first of its list."""
     dialect = cast(Dialect, plugins.load("dialects", target.dialect))
     seats = max(1, min(concurrency, requests))
@@ -141,9 +141,10 @@ def sentence(answer: dict[str, Any]) -> str:
         for name, key in (("first token", "ttft_ms"), ("per token", "tpot_ms"), ("total", "stream_end_ms"))
         if answer[key] is not None
     ]
-    tokens = f"{answer['output_tokens']} tokens ({answer['output_tokens_source']}) of {answer['prompt_tokens']}"
+    asked = answer["prompt_tokens"] if answer["prompt_tokens"] is not None else "unknown"
+    tokens = f"{answer['output_tokens']} tokens ({answer['output_tokens_source']}) for {asked} prompt tokens"
     text = one_line(answer["text"] or answer["reasoning_text"])
-    return f"ok: {tokens} prompt tokens, {', '.join(times)}, finish {answer['finish_reason']}{said}: {text!r}"
+    return f"ok: {tokens}, {', '.join(times)}, finish {answer['finish_reason']}{said}: {text!r}"
 
 
 def _ms(ns: float | None) -> float | None:

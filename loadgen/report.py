@@ -21,6 +21,8 @@ MAX_CHARS = 65_000
 # A rule may find something in each of hundreds of groups; more than this per table are counted instead.
 MAX_ROWS = 60
 MAX_CELL = 300
+# Memory that no kernel counter explains is a driver's where there is this much of it; below, it is rounding and slack.
+DRIVER_BYTES = 1 << 30
 RAMP = "▁▂▃▄▅▆▇█"
 # Percentiles in the latency tables.
 SHOWN = ("p50", "p90", "p95", "p99", "p99.9")
@@ -126,6 +128,8 @@ def _host_line(s: Summary) -> str:
         f"{words[e.monitor, e.metric]}{_labels(e)} {_value(e.metric, e.value)}"
         for e in s.extremes
         if (e.monitor, e.metric) in words
+        and e.mean > 0
+        and (e.metric != "driver_residual_bytes" or e.value >= DRIVER_BYTES)
     ]
     return _short(", ".join(said) or "not observed", 200)
 
@@ -133,7 +137,7 @@ def _host_line(s: Summary) -> str:
 def _events_line(events: Sequence[Event]) -> str:
     said = {
         "OOM kills": ("oom_kill_memcg", "oom_kill_global", "userspace_oom_kill"),
-        "restarts": ("restart", "counter_reset"),
+        "restarts": ("restart",),
         "processes gone": ("process_gone",),
         "driver memory refusals": ("nv_no_memory",),
         "Xids": ("xid",),
@@ -273,7 +277,10 @@ def _events(events: Sequence[Event]) -> str:
 
 
 def _seen(s: Summary, findings: Sequence[Finding]) -> str:
-    rows = [(m.monitor, "observed" if m.observed else "**NOT OBSERVED**", m.why) for m in s.monitors]
+    rows = [
+        (m.monitor, "observed" if m.observed else "**NOT OBSERVED**", _short(m.why, 120 if m.observed else MAX_CELL))
+        for m in s.monitors
+    ]
     open_ = [f"{f.rule}: {f.message}" for f in findings if f.status == "not_evaluated" and f.rule != "blind"]
     table = _table(("monitor", "", ""), rows) if rows else "No monitor ran."
     return table + ("\n\nNot evaluated:\n\n" + _bullets(open_) if open_ else "")

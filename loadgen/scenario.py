@@ -208,10 +208,10 @@ def _list_index(entries: list[Any], key: str, text: str) -> int:
 
 def check(scenario: Scenario) -> None:
     """Raises StrictError at the first thing that cannot work."""
-    _check_classes(scenario)
-    _check_phases(scenario)
     if scenario.concurrency < 1:
         raise strict.StrictError(("concurrency",), "at least one seat is needed")
+    _check_classes(scenario)
+    _check_phases(scenario)
     secret = scenario.target.api_key
     if secret is not None and (secret.env is None) == (secret.file is None):
         raise strict.StrictError(("target", "api_key"), "say where the key is: {env: NAME} or {file: PATH}")

@@ -66,7 +66,7 @@ async def run(folder: Path, shard: int, shards: int) -> int:
     finally:
         health.cancel()
         await asyncio.gather(health, return_exceptions=True)
-        recorder.event("shard_end", reason=reason)
+        recorder.event("shard_end", reason=reason, write_errors=recorder.errors)
         await client.close()
         recorder.close()
     return 0

@@ -142,20 +142,47 @@ def plain(value: Any) -> Any:
 
 def schema(kind: type) -> Json:
     """The JSON schema of a dataclass, closed: an editor underlines what `build` would refuse."""
+    definitions: Json = {}
+    top = _schema(kind, definitions)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **top, "$defs": definitions}
 
-    def hook(custom: type) -> Json:
-        if custom is Seconds:
-            return {"type": ["number", "string"], "description": "a duration: 90, 90s, 10m, 1h30m"}
-        if custom is Tokens:
-            return {"type": ["integer", "string"], "description": "a number of tokens: 8192 or 8k"}
-        raise NotImplementedError(custom)
 
-    result = msgspec.json.schema(kind, schema_hook=hook)
-    for definition in result.get("$defs", {}).values():
-        if definition.get("type") == "object" and "properties" in definition:
-            definition["additionalProperties"] = False
-            definition.get("properties", {})
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **result}
+_LEAVES: dict[object, Json] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    Seconds: {"type": ["number", "string"], "description": "a duration: 90, 90s, 10m, 1h30m"},
+    Tokens: {"type": ["integer", "string"], "description": "a number of tokens: 8192 or 8k"},
+    Any: {},
+}
+
+
+def _schema(kind: Any, definitions: Json) -> Json:
+    """One type; dataclasses go to `definitions` by name. (msgspec's own writer stops at defaults of custom types.)"""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _LEAVES:
+        return dict(_LEAVES[kind])
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema(each, definitions) for each in inner]}
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(inner[1], definitions)}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(inner[0], definitions)}
+    if not dataclasses.is_dataclass(kind) or not isinstance(kind, type):
+        raise NotImplementedError(f"no schema for {kind}")
+    if kind.__name__ not in definitions:
+        definitions[kind.__name__] = entry = {"type": "object", "additionalProperties": False}
+        hints = typing.get_type_hints(kind)
+        fields = dataclasses.fields(kind)
+        entry["description"] = " ".join((kind.__doc__ or "").split())
+        entry["properties"] = {field.name: _schema(hints[field.name], definitions) for field in fields}
+        missing = dataclasses.MISSING
+        entry["required"] = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    return {"$ref": f"#/$defs/{kind.__name__}"}
 
 
 def as_user_error(error: StrictError, where: str) -> UserError:

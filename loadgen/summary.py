@@ -195,7 +195,8 @@ class Summary:
 def json_schema() -> Json:
     """The published schema."""
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA}
-    return title | msgspec.json.schema(Summary)
+    schema: Json = msgspec.json.decode(msgspec.json.encode(title | msgspec.json.schema(Summary)))
+    return schema
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -422,3 +423,9 @@ def _rss_spread(run: Run) -> float | None:
 def _started(run: Run) -> str | None:
     wall = next((r["wall"] for r in run.journal if r["event"] == "run_start" and "wall" in r), None)
     return None if wall is None else datetime.fromtimestamp(wall / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+if __name__ == "__main__":
+    import json
+
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))

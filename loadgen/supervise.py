@@ -197,6 +197,7 @@ def _start_lane(
         "root": plan.monitor_root,
         "target_url": scene.target.url,
         "headers_env": HEADERS_ENV,
+        "parent_pid": os.getpid(),
     }
     env = {HEADERS_ENV: orjson.dumps(headers).decode()} if lane == "slow" else {}
     args = [lane, str(folder), orjson.dumps(config).decode()]

@@ -7,7 +7,6 @@ nanoseconds of CLOCK_MONOTONIC unless a name says otherwise; "not measured" is `
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -210,13 +209,17 @@ class Draw:
 
         blake2b, because Python's own hash of strings changes from process to process.
         """
-        key = f"{self.seed}\0{self.cls}\0{item}\0{what}".encode()
-        return Random(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
+        return Random(int.from_bytes(_blake2b(f"{self.seed}\0{self.cls}\0{item}\0{what}", 8)))
 
     def nonce(self, item: int) -> str:
         """Twelve hex digits that no other item of any run shares: the salt at the head of a cold prompt."""
-        key = f"{self.salt}\0{self.seed}\0{self.cls}\0{item}".encode()
-        return hashlib.blake2b(key, digest_size=6).hexdigest()
+        return _blake2b(f"{self.salt}\0{self.seed}\0{self.cls}\0{item}", 6).hex()
+
+
+def _blake2b(text: str, size: int) -> bytes:
+    import hashlib  # 4 MB with its OpenSSL: the monitors' lanes, which draw nothing, go without
+
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
 Session: TypeAlias = Generator[Request, "Outcome", None]

@@ -10,7 +10,7 @@ from loadgen import clock
 from loadgen.types import Lane, Sample, Seconds
 
 LANE: Lane = "slow"
-PERIOD_S = 15.0
+PERIOD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Options:
 
     run_folder: str = "."
     volumes: tuple[str, ...] = ()
-    period_s: Seconds = Seconds(15)
+    period_s: Seconds = Seconds(5)
 
 
 async def watch(options: Options) -> AsyncIterator[list[Sample]]:

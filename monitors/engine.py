@@ -250,6 +250,8 @@ async def scrape(session: aiohttp.ClientSession, url: str) -> Scrape:
                     return Scrape(None, f"{url}: more than {MAX_PAGE_BYTES >> 20} MiB is no metrics page", off=True)
     except TimeoutError:
         return Scrape(None, f"{url}: no answer within {DEADLINE_S:g} s")
+    except aiohttp.ClientConnectorError as error:
+        return Scrape(None, f"{url}: {os.strerror(error.errno) if error.errno else error.os_error}")
     except (aiohttp.ClientError, OSError, ValueError) as error:
         return Scrape(None, f"{url}: {' '.join(str(error).split()) or type(error).__name__}")
     page = parse(body.decode("utf-8", "replace"))

@@ -206,7 +206,7 @@ def watch(options: Options) -> Iterator[list[Sample]]:
     slow_ns = 0
     counters: dict[str, int] = {}
     cpu: tuple[int, int, int] | None = None
-    said = False
+    seeing: bool | None = None
     try:
         while True:
             now = clock.now_ns()
@@ -236,8 +236,8 @@ def watch(options: Options) -> Iterator[list[Sample]]:
                 cpu = cpu_now
 
             samples = [Sample("host", metric, value, now) for metric, value in values.items()]
-            if not said:
-                said = True
+            if seeing != bool(memory):
+                seeing = bool(memory)
                 samples.insert(0, observed(memory, seen, root, now))
             yield samples
     finally:

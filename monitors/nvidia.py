@@ -11,6 +11,7 @@ Left out for their cost: PCIe throughput (a 20 ms blocking measurement) and ener
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import re
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from loadgen.types import Lane, Sample, Seconds
 
 LANE: Lane = "gpu"
 PERIOD_S = 1.0
+LIBRARY = "libnvidia-ml.so.1"
 MAX_REFUSALS = 3  # a call that raises something else than "not supported" may work again; three in a row is enough
 MAX_MIG = 8  # instances of one GPU that NVML gives out at most (seven on today's devices)
 
@@ -45,7 +47,7 @@ REASONS = {
 
 INIT_HINTS = {
     9: "the NVIDIA driver is not loaded",  # NVML_ERROR_DRIVER_NOT_LOADED
-    12: "there is no NVIDIA driver on this machine (libnvidia-ml.so.1)",  # NVML_ERROR_LIBRARY_NOT_FOUND
+    12: f"there is no NVIDIA driver on this machine ({LIBRARY})",  # NVML_ERROR_LIBRARY_NOT_FOUND
     18: "the driver was upgraded since it was loaded: reboot or reload it",  # NVML_ERROR_LIB_RM_VERSION_MISMATCH
     NO_PERMISSION: "no permission for the device files (/dev/nvidia*)",
 }
@@ -89,10 +91,12 @@ def watch(options: Options, nvml: Any = None) -> Iterator[list[Sample]]:
     now = clock.now_ns()
     try:
         if nvml is None:
+            ctypes.CDLL(LIBRARY)  # without a driver the binding would only take its 17 MB to say so
             nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception as error:  # an import error, a missing library, a driver in any state: all mean "cannot see"
-        why = INIT_HINTS.get(getattr(error, "value", 0), " ".join(str(error).split()) or type(error).__name__)
+        code = 12 if isinstance(error, OSError) else getattr(error, "value", 0)
+        why = INIT_HINTS.get(code, " ".join(str(error).split()) or type(error).__name__)
         yield [Sample("nvidia", "observed", 0.0, now, text=why)]
         return
     try:
@@ -104,9 +108,11 @@ def watch(options: Options, nvml: Any = None) -> Iterator[list[Sample]]:
         while True:
             for gpu in gpus:
                 out += readings(nvml, gpu, options.root)
-            yield out
             if all(gpu.lost for gpu in gpus):
+                out.append(Sample("nvidia", "observed", 0.0, clock.now_ns(), text="every GPU is lost"))
+                yield out
                 return
+            yield out
             out = []
     finally:
         with contextlib.suppress(nvml.NVMLError):  # a driver that lost its device may refuse even this
@@ -194,10 +200,7 @@ def readings(nvml: Any, gpu: Gpu, root: str) -> list[Sample]:
         return out
     except LostError as error:
         gpu.lost = True
-        return [
-            Sample("nvidia", "gpu_lost", 1.0, at, gpu.labels, text=f"{gpu.name}: {error}"),
-            Sample("nvidia", "observed", 0.0, at, gpu.labels, text=f"GPU {gpu.index} is lost"),
-        ]
+        return [Sample("nvidia", "gpu_lost", 1.0, at, gpu.labels, text=f"{gpu.name}: {error}")]
 
 
 def asked(nvml: Any, gpu: Gpu, name: str, reading: Callable[[Any, Any], dict[str, float]]) -> dict[str, float]:

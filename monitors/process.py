@@ -278,7 +278,7 @@ def is_here(host: str) -> bool:
     """Whether an address is one of this machine's: only then can a socket be bound to it."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a name that cannot be resolved, or that is none
         return False
     for family, kind, _, _, address in found:
         try:
@@ -359,7 +359,15 @@ def look(proc: Path, tree: Tree, now: int) -> list[Sample]:
         if stat is None or stat.start != before.start or stat.state in DEAD:
             del tree.members[pid]
             role = "listener" if tree.listener is not None and pid == tree.listener.pid else "member"
-            out.append(happening("process_gone", before, now, "left behind as a zombie" if stat else "", role=role))
+            out.append(
+                happening(
+                    "process_gone",
+                    before,
+                    now,
+                    "ended and is left behind as a zombie" if stat and stat.state in DEAD else "is gone",
+                    role=role,
+                )
+            )
             continue
         member.stat = stat
         was_stuck = member.stuck >= STUCK_TICKS
@@ -382,7 +390,11 @@ def arrived(proc: Path, tree: Tree, listener: Stat, foreign: set[int], now: int)
         down_s = (now - tree.gone_ns) / 1e9
         out.append(
             happening(
-                "restart", listener, now, f"the port is served again after {down_s:.1f} s", down_s=f"{down_s:.3f}"
+                "restart",
+                listener,
+                now,
+                f"serves the port that nobody served for {down_s:.1f} s",
+                down_s=f"{down_s:.3f}",
             )
         )
     tree.members[listener.pid] = Member(listener, labels(listener))

@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No limit on the time of one example: a busy box would break it. In CI the examples are the same each time.
+settings.register_profile("loadgen", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("loadgen")
 
 TESTS = Path(__file__).parent
 MODEL = TESTS.parent / ".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -74,7 +79,7 @@ def llamacpp_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not MODEL.is_file():
         pytest.skip(f"{MODEL} is missing (python tests/real/smollm2.py downloads it)")
     log = tmp_path_factory.mktemp("llamacpp") / "server.log"
-    with serving(TESTS / "real/serve_llamacpp.py", MODEL, "--context", "1024", log=log) as url:
+    with serving(TESTS / "real/serve_llamacpp.py", MODEL, log=log) as url:
         yield url
 
 

@@ -144,7 +144,7 @@ async def _one(
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(1), step["ms"] / 1000)
                 return False
-        if action is None:
+        if action is None and len(step) > ("delay_ms" in step):
             writer.write(step_bytes(step))
             await writer.drain()
     return True

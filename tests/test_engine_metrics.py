@@ -273,7 +273,9 @@ def test_server_that_is_not_there_yet_is_not_observed_until_it_is() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     (samples,) = ticks(engine.Options(target_url=f"http://127.0.0.1:{port}"), 1)
-    assert of(samples, "observed")[0].value == 0.0
+    (observed,) = of(samples, "observed")
+    assert observed.value == 0.0
+    assert (observed.text or "").endswith("Connection refused")
 
 
 def test_page_of_something_else_is_not_observed() -> None:

@@ -88,6 +88,7 @@ def test_hostile_texts_are_graded_like_others(name: str, text: str) -> None:
 def test_an_empty_answer_is_told_from_a_wrong_one(name: str) -> None:
     grader = plugins.load("graders", name)
     assert grader.grade(request(), outcome("")).kind == "empty"
+    assert grader.grade(request(), outcome("", "I think that", reason="length")).kind == "wrong"
     assert "max_tokens" in grader.grade(request(), outcome("", "I think that", reason="length")).why
     assert "max_tokens" in grader.grade(request(), outcome("<think>so</think>", reason="length")).why
 
@@ -216,7 +217,8 @@ def test_needles_are_found_with_or_without_separators(text: str) -> None:
     ("text", "kind"),
     [
         ("1234567", "distractor"), ("7 6 5 4 3 2 1", "distractor"), ("It holds 1234567, not 4710932", "distractor"),
-        ("4710933", "garbage"), ("471093", "garbage"), ("47109322", "garbage"), ("I cannot find it", "garbage"),
+        ("4710933", "garbage"), ("471093", "garbage"), ("47109322", "garbage"),
+        ("I cannot find it", "wrong"), ("It holds 5.", "wrong"),
         ("!!!!!!!", "garbage"), ("0000000", "garbage"),
     ],
 )  # fmt: skip

@@ -113,7 +113,7 @@ def test_kill_from_before_the_run_is_history(tmp_path: Path) -> None:
     with (root / "dev/kmsg").open("a") as log:
         log.write(records[1] + "\n")
     assert {s.metric for s in next(ticks) if s.text is not None} == {"messages_lost"}, "numbers 101 to 1599 are missing"
-    ticks.close()
+    ticks.close()  # type: ignore[attr-defined]
 
 
 def test_dates_in_any_language_do_not_hide_a_kill() -> None:
@@ -193,6 +193,19 @@ def test_severity_depends_on_order_link_and_code(line: str, severity: str) -> No
     assert event.labels["severity"] == severity
 
 
+def test_real_xid_of_an_illegal_access_is_one_event_of_the_application() -> None:
+    """As an H200 logged it under driver 580.159.04 (serial number and UUID changed)."""
+    lines: list[str | dict[str, Any]] = [
+        "5,581,75286601,-;NVRM: GPU at PCI:0000:00:06: GPU-00000000-ffd2-c19e-f49c-000000000000",
+        "5,582,75286612,-;NVRM: GPU Board Serial Number: 1234567890123",
+        "5,583,75286614,-;NVRM: Xid (PCI:0000:00:06): 31, pid=568, name=python3, channel 0x0000000a, intr 00000000. "
+        "MMU Fault: ENGINE GRAPHICS GPC1 GPCCLIENT_T1_8 faulted @ 0x82ff_bbe00000. "
+        "Fault is of type FAULT_PDE ACCESS_TYPE_VIRT_WRITE",
+    ]
+    (event,) = told(lines)
+    assert event.labels == {"pci": "0000:00:06", "xid": "31", "group": "application", "severity": "fail"}
+
+
 def test_name_with_parentheses_is_kept_whole() -> None:
     (event,) = told([f"4,1,1000,-;{LINES['oom_kill_memcg']}"])
     assert event.labels["comm"] == "a (b) c"
@@ -258,7 +271,7 @@ def test_event_of_the_run_is_a_happening(tmp_path: Path) -> None:
         log.flush()
         (kill,) = named(next(ticks), "oom_kill_global")
     assert kill.labels["pid"] == "77"
-    ticks.close()
+    ticks.close()  # type: ignore[attr-defined]
 
 
 def test_gap_in_sequence_numbers_is_reported_as_loss(tmp_path: Path) -> None:
@@ -271,7 +284,7 @@ def test_gap_in_sequence_numbers_is_reported_as_loss(tmp_path: Path) -> None:
     assert [s.value for s in named(samples, "messages_lost")] == [4.0]
     assert [s.value for s in named(samples, "lost_total")] == [4.0]
     assert named(next(ticks), "messages_lost") == []
-    ticks.close()
+    ticks.close()  # type: ignore[attr-defined]
 
 
 def test_log_that_begins_anew_is_read_from_its_start(tmp_path: Path) -> None:
@@ -280,7 +293,7 @@ def test_log_that_begins_anew_is_read_from_its_start(tmp_path: Path) -> None:
     next(ticks)
     (root / "dev/kmsg").write_text(KILL.format(seq=1, us=1))
     assert len(named(next(ticks), "oom_kill_global")) == 1
-    ticks.close()
+    ticks.close()  # type: ignore[attr-defined]
 
 
 def test_burst_becomes_single_events_and_one_count(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_readme_names_every_happening_and_every_metric_of_the_tables() -> None:
 # host
 
 
-def host_ticks(root: Path, n: int = 1, between: Callable[[], None] = lambda: None) -> list[list[Sample]]:
+def host_ticks(root: Path, n: int = 1, between: Callable[[], object] = lambda: None) -> list[list[Sample]]:
     watch = host.watch(host.Options(root=str(root)))
     out = [next(watch)]
     for _ in range(n - 1):
@@ -171,6 +171,13 @@ def test_kernel_without_pressure_files_has_no_pressure_and_says_so(tmp_path: Pat
 def test_machine_without_meminfo_is_not_observed(tmp_path: Path) -> None:
     (samples,) = host_ticks(tmp_path)
     assert [(s.metric, s.value) for s in samples] == [("observed", 0.0)]
+
+
+def test_machine_whose_files_come_later_is_observed_from_then_on(tmp_path: Path) -> None:
+    files = {"proc/meminfo": meminfo({"MemTotal": 9, "MemFree": 5})}
+    first, second = host_ticks(tmp_path, 2, lambda: tree(tmp_path, files))
+    assert of(first, "observed")[0].value == 0.0
+    assert of(second, "observed")[0].value == 1.0
 
 
 def test_counters_become_rates_over_the_time_between_ticks() -> None:

@@ -126,6 +126,24 @@ def test_nan_and_infinity_are_flagged_and_the_event_is_used() -> None:
     assert (outcome.text, outcome.flags) == ("x", {"nonfinite_json", "no_usage"})
 
 
+def test_character_cut_into_two_escapes_is_whole_again_and_a_lone_half_is_replaced() -> None:
+    escapes = "\\ud83e", "\\udd80", "\\ud83e"
+    halves = [f'data: {{"choices":[{{"delta":{{"content":"{half}"}}}}]}}\n\n' for half in escapes]
+    outcome = stream(*halves, STOP)
+    assert (outcome.text, outcome.chunks) == ("🦀\ufffd", 3)
+
+
+def test_done_marker_may_be_padded_or_a_json_string() -> None:
+    for end in ("data:[DONE]\n\n", "data: [DONE] \r\n\r\n", 'data: "[DONE]"\n\n', "data: [DONE]"):
+        assert "malformed_events" not in stream(delta(content="x"), STOP, end=end).flags
+        assert "no_done_marker" not in stream(delta(content="x"), STOP, end=end).flags
+
+
+def test_pings_are_nothing() -> None:
+    outcome = stream('event: ping\ndata: {"type": "ping"}\n\n', "event: ping\ndata:\n\n", delta(content="x"), STOP)
+    assert (outcome.outcome, outcome.chunks, outcome.flags) == ("ok", 1, {"no_usage"})
+
+
 def test_malformed_event_is_counted_and_does_not_end_the_stream() -> None:
     outcome = stream(delta(content="a"), 'data: {"choices": [\n\n', "data: 12\n\n", delta(content="b"), STOP)
     assert (outcome.outcome, outcome.text) == ("ok", "ab")

@@ -84,7 +84,17 @@ def test_the_wheel_runs_in_a_clean_environment(wheel: Path, tmp_path: Path) -> N
     pins = tmp_path / "pins.txt"  # the lock without its hashes, which constraints may not carry
     lock = (ROOT / "requirements.lock").read_text().splitlines()
     pins.write_text("".join(f"{line.rstrip(' ' + chr(92))}\n" for line in lock if "==" in line and line[0] != " "))
-    install = [UV, "pip", "install", "--quiet", "--python", venv / "bin/python", "--constraint", pins, wheel]
+    install: list[str | Path] = [
+        UV,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        venv / "bin/python",
+        "--constraint",
+        pins,
+        wheel,
+    ]
     installed = run(*install, "--offline")
     if installed.returncode != 0:
         installed = run(*install, timeout_s=200)

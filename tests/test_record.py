@@ -225,6 +225,32 @@ def test_damage_names_the_file_and_is_not_counted_twice(tmp_path: Path) -> None:
         }
 
 
+def test_damage_is_known_of_files_that_nobody_asked_for(tmp_path: Path) -> None:
+    build(tmp_path, golden.steady(10), samples=golden.series("host", "load1", [1, 2]))
+    for name in ("outcomes-0.jsonl", "samples-fast.jsonl", "windows-0.hlog"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b"torn")
+    run = Run(tmp_path)
+    next(run.outcomes())  # a reader that stops early has not seen the end
+    run.series("host", "load1")  # nor has one that looks for one metric
+    assert run.damage == {
+        "outcomes-0.jsonl: torn_lines": 1,
+        "samples-fast.jsonl: torn_lines": 1,
+        "windows-0.hlog: torn_lines": 1,
+    }
+
+
+def test_looking_for_one_metric_finds_what_reading_all_finds(tmp_path: Path) -> None:
+    samples = golden.series("host", "load1", [1, 2], name="process") + golden.series("process", "load1", [3, 4])
+    samples += [*golden.series("process", "threads", [5]), golden.sample("process", "restart", 1, 3, 'said "load1"')]
+    run = build(tmp_path, [], samples=samples)
+    everything = list(run.digests())
+    for monitor in ("host", "process", "none"):
+        for metric in (None, "load1", "restart"):
+            wanted = [d for d in everything if d.monitor == monitor and metric in (None, d.metric)]
+            assert list(run.digests(monitor, metric)) == wanted
+
+
 def test_an_empty_folder_is_a_run_with_nothing_in_it(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert (list(run.outcomes()), run.journal, run.phases, run.observed(), run.environment) == ([], [], (), {}, {})
@@ -335,11 +361,15 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path: Path) -> None:
         for k, o in enumerate(outcomes):
             recorder.outcome(o)
             recorder.samples([golden.sample("client", "in_flight", 4, k)])
-        recorder.event("note", text="done")
+        while recorder._queue.qsize():
+            recorder._thread.join(0.01)
+        (disk / "ballast").unlink()
+        recorder.event("note", text="there is room again")
         recorder.close()
         run = Run(disk)
         read = sum(1 for _ in run.outcomes())
         assert list(run.windows())
+        assert [e["event"] for e in run.journal] == ["note", "records_failed"]
     assert 0 < read < len(outcomes)
     assert recorder.errors > 0
     assert recorder.first_error is not None

@@ -159,8 +159,13 @@ def test_line_that_root_wrote_into_the_real_log_is_believed_only_on_request() ->
     # Without the newline the record stays invisible until the next one comes.
     Path("/dev/kmsg").write_bytes(f"<4>NVRM: synthetic {mark} NV_ERR_NO_MEMORY\n".encode())
     seen: list[Sample] = []
-    wait_for(lambda: bool(seen.extend(next(believing)) or [s for s in seen if mark in (s.text or "")]), "the line")
-    (line,) = [s for s in seen if mark in (s.text or "")]
+
+    def arrived() -> bool:
+        seen.extend(s for s in next(believing) if mark in (s.text or ""))
+        return bool(seen)
+
+    wait_for(arrived, "the line")
+    (line,) = seen
     assert line.metric == "nv_no_memory"
     assert [s for s in next(careful) if mark in (s.text or "")] == []
     careful.close()  # type: ignore[attr-defined]

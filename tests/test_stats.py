@@ -184,7 +184,7 @@ def test_a_creeping_decode_rate_shows_in_the_thirds_and_not_in_the_mean(tmp_path
 
 
 def test_a_mix_that_shifts_is_not_drift(tmp_path: Path) -> None:
-    short = [golden.outcome(k, k * 6, ttft_s=0.1, prompt_tokens=200) for k in range(66)]
+    short = [golden.outcome(k, k * 8, ttft_s=0.1, prompt_tokens=200) for k in range(66)]
     long = [golden.outcome(100 + k, 100 + k * 8, ttft_s=4.0, prompt_tokens=9000) for k in range(60)]
     found = thirds(golden.build(tmp_path, outcomes=short + long, phases=[MEASURE]))
     assert found is not None
@@ -259,15 +259,10 @@ def test_the_latency_table_has_a_row_per_class_and_cache(tmp_path: Path) -> None
 
 def test_a_run_without_any_success_has_counts_and_no_numbers(tmp_path: Path) -> None:
     outcomes = [golden.failed(k, k / 50, "connect_refused", sent_ns=None) for k in range(20)]
-    (row,) = latency_table(
-        golden.build(tmp_path, outcomes=outcomes, phases=[golden.phase("m", "measure", 0, 0.4)])
-    ) or [None]
-    assert row is None  # no outcome of that phase
-    run = golden.build(tmp_path / "b", outcomes=outcomes, phases=[golden.phase("measure", "measure", 0, 0.4)])
+    run = golden.build(tmp_path / "run", outcomes=outcomes, phases=[golden.phase("measure", "measure", 0, 0.4)])
     (row,) = latency_table(run)
-    assert row is not None
     assert (row.ok, row.failed, row.quantiles, row.tokens_per_s, row.tokens_source) == (0, 20, {}, None, None)
-    assert latency_table(golden.build(tmp_path / "c")) == []
+    assert latency_table(golden.build(tmp_path / "nothing")) == []
 
 
 def test_littles_law_gives_the_seats_of_a_busy_run(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class VirtualServer:
         self.engine = Engine(config or EngineConfig(), seed)
         self.seed = seed
         self.most_at_once = 0
+        self.last_token_ns: int | None = None
         self.sent: list[Request] = []
         self._waiting: dict[int, tuple[Sequence, asyncio.Future[str]]] = {}
         self._pump: asyncio.Task[None] | None = None
@@ -160,6 +161,7 @@ class VirtualServer:
                 continue
             await asyncio.sleep(max(0.0, due_s - now_ns() / S))
             for emission in self.engine.advance(now_ns() / S):
+                self.last_token_ns = round(emission.at_s * S)
                 if emission.finished:
                     _, done = self._waiting.pop(id(emission.sequence))
                     done.set_result("done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from loadgen.types import Draw, Request, Session, Tokens, UserError
@@ -29,7 +30,7 @@ def sessions(options: Options, draw: Draw) -> Iterator[Session]:
         raise UserError(f"arithmetic: digits is {options.digits}; choose 1 to 6")
     if not options.operators or set(options.operators) - set("+-*"):
         raise UserError(f'arithmetic: operators is "{options.operators}"; choose from + - *, for example "+-"')
-    return (asked(_sum(options, draw, item), options.repeat) for item in count())
+    return (asked(partial(_sum, options, draw, item), options.repeat) for item in count())
 
 
 def _sum(options: Options, draw: Draw, item: int) -> Request:

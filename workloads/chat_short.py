@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -59,7 +60,7 @@ class Options:
 
 
 def sessions(options: Options, draw: Draw) -> Iterator[Session]:
-    return (asked(_chat(options, draw, item), options.repeat) for item in count())
+    return (asked(partial(_chat, options, draw, item), options.repeat) for item in count())
 
 
 def _one(random: Random, of: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from loadgen.types import Draw, Request, Session, Tokens, UserError
@@ -57,7 +58,7 @@ def sessions(options: Options, draw: Draw) -> Iterator[Session]:
     unknown = [kind for kind in options.kinds if kind not in TASKS]
     if unknown or not options.kinds:
         raise UserError(f"generate: kinds has {unknown[0] if unknown else 'nothing'}; choose from {', '.join(TASKS)}")
-    return (asked(_task(options, draw, item), options.repeat) for item in count())
+    return (asked(partial(_task, options, draw, item), options.repeat) for item in count())
 
 
 def _task(options: Options, draw: Draw, item: int) -> Request:

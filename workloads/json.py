@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -29,7 +30,7 @@ class Options:
 def sessions(options: Options, draw: Draw) -> Iterator[Session]:
     if not 1 <= options.fields <= 20:
         raise UserError(f"json: fields is {options.fields}; choose 1 to 20")
-    return (asked(_object(options, draw, item), options.repeat) for item in count())
+    return (asked(partial(_object, options, draw, item), options.repeat) for item in count())
 
 
 def _value(random: Random, place: int) -> str | int | bool | list[str]:

@@ -1,6 +1,6 @@
 """A needle in a prompt of exactly n tokens, at its beginning, middle or end: is the whole context really there?
 
-A prompt is register lines with filler between them, all of single-token words and single digits:
+A prompt is register lines with filler of single-token words between them:
 
     SALT (five words)
     The lines below are an archive. Some of them say which number a register holds.
@@ -8,7 +8,7 @@ A prompt is register lines with filler between them, all of single-token words a
     filler …
     register WORD WORD holds DDDDDDD
     …
-    Which number does register WORD WORD hold? Answer with its seven digits only.
+    Find the line about register WORD WORD. Which number does register WORD WORD hold? Answer with the number only.
 
 Everything but the filler is the *frame*. Its text differs from prompt to prompt, its number of tokens does not: the
 same count of listed words, digits, marks and line breaks in the same places. So one measured frame makes every prompt
@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -32,7 +33,8 @@ from workloads.turns import asked, user
 MIN_PROMPT_TOKENS = 256  # the frame of four distractors as the greediest vocabulary counts it, and some filler
 
 HEADER = "The lines below are an archive. Some of them say which number a register holds."
-QUESTION = "Which number does register {key} hold? Answer with its seven digits only."
+# Sent to the line first, a model of 135M parameters was right 6 times of 9; only asked for the number, 3 or 4 times.
+QUESTION = "Find the line about register {key}. Which number does register {key} hold? Answer with the number only."
 DIGITS = 7
 DIFFERENT_DIGITS = 3  # between any two values of a prompt: a near miss can be told from a wrong register
 PROBE_WORDS = 8  # of filler between two register lines of a frame probe
@@ -70,7 +72,7 @@ def sessions(options: Options, draw: Draw) -> Iterator[Session]:
             f"long_context: prompt_tokens is {options.prompt_tokens}, but the question and its "
             f"{options.distractors} distractors take {frame}; raise it or lower distractors"
         )
-    return (asked(_prompt(options, draw, item, filler), options.repeat) for item in count())
+    return (asked(partial(_prompt, options, draw, item, filler), options.repeat) for item in count())
 
 
 def frame_probe(options: Options, draw: Draw, number: int = 0) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from loadgen.types import Draw, Json, Request, Session
@@ -22,13 +23,14 @@ def user(text: str) -> list[Json]:
     return [{"role": "user", "content": text}]
 
 
-def asked(request: Request, times: int) -> Session:
+def asked(make: Callable[[], Request], times: int) -> Session:
     """The same question `times` times in one session: cold, then warm.
 
     The copies share a session because only there the second leaves after the first was answered; two seats would send
     both at once, and the warm one would find nothing. Where the cold one fails the warm ones would not be warm: they
-    are not asked.
+    are not asked. The request is made when it is wanted: sessions that another shard takes cost nothing to skip.
     """
+    request = make()
     for turn in range(times):
         name = request.id if times == 1 else f"{request.id}.{turn}"
         outcome = yield replace(request, id=name, cache="cold" if turn == 0 else "warm")

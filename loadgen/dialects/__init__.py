@@ -38,9 +38,19 @@ class Dialect(Protocol):
     def whole(self, body: bytes) -> list[Event]: ...
 
 
+def characters(text: str) -> str:
+    """A foreign text that can be written as UTF-8: halves of a character (JSON's surrogate escapes, which servers cut
+    between two events) are joined where they meet and replaced where they do not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 def one_line(text: str) -> str:
     """A foreign text as one short line."""
-    text = " ".join(text.split())
+    text = " ".join(characters(text).split())
     return text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
 
 

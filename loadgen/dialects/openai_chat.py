@@ -12,6 +12,7 @@ from loadgen.sse import EventStream
 from loadgen.types import FINISH_REASONS, Event, EventKind, Json, Request
 
 PATH = "/v1/chat/completions"
+DONE = b"[DONE]"
 
 # Words of compatible servers for our four; whatever is in neither list is `aborted_by_server`.
 FINISH_WORDS = {word: word for word in FINISH_REASONS} | {
@@ -22,6 +23,14 @@ FINISH_WORDS = {word: word for word in FINISH_REASONS} | {
     "eos_token": "stop",
     "stop_sequence": "stop",
     "max_tokens": "length",
+}
+
+# Fields of a delta that carry generated text.
+TEXT_FIELDS: dict[str, EventKind] = {
+    "content": "content",
+    "reasoning_content": "reasoning",
+    "reasoning": "reasoning",
+    "refusal": "refusal",
 }
 
 
@@ -96,7 +105,7 @@ class Decoder:
             chunk = orjson.loads(payload)
         except orjson.JSONDecodeError:
             word = payload.strip()
-            if word == b"[DONE]":
+            if word == DONE:
                 events.append(Event("done", at_ns=at_ns))
                 return
             if not word:
@@ -112,6 +121,9 @@ class Decoder:
                 return
             if nonfinite:
                 self.flags.add("nonfinite_json")
+        if chunk == DONE.decode():  # as a JSON string
+            events.append(Event("done", at_ns=at_ns))
+            return
         if not isinstance(chunk, dict):
             self.malformed += 1
             self.flags.add("malformed_events")
@@ -140,36 +152,32 @@ class _Deltas:
     def read(self, chunk: Json, at_ns: int, events: list[Event]) -> None:
         first = len(events)
         choices = chunk.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if isinstance(choice, dict):
-                self._choice(choice, at_ns, events, first)
-        usage = chunk.get("usage")
-        timings = chunk.get("timings")
-        if isinstance(usage, dict) or isinstance(timings, dict):
+        if isinstance(choices, list):
+            for choice in choices:
+                if isinstance(choice, dict):
+                    self._choice(choice, at_ns, events, first)
+        usage, timings = chunk.get("usage"), chunk.get("timings")
+        if usage or timings:
             data = _usage(usage if isinstance(usage, dict) else {}, timings if isinstance(timings, dict) else {})
             if data:
                 events.append(Event("usage", "", at_ns, 0, data))
 
     def _choice(self, choice: Json, at_ns: int, events: list[Event], first: int) -> None:
-        index = choice.get("index")
-        index = index if isinstance(index, int) else 0
+        index = choice.get("index") or 0
         delta = choice.get("delta") or choice.get("message")
         if isinstance(delta, dict):
-            content = delta.get("content")
-            if content:
-                _add(events, first, "content", _text(content), at_ns, index)
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-            if reasoning:
-                _add(events, first, "reasoning", _text(reasoning), at_ns, index)
-            refusal = delta.get("refusal")
-            if refusal:
-                _add(events, first, "refusal", _text(refusal), at_ns, index)
-            calls = delta.get("tool_calls")
-            if calls and isinstance(calls, list):
-                for call in calls:
-                    self._tool_call(call, at_ns, events, first, index)
-            elif isinstance(delta.get("function_call"), dict):
-                self._tool_call({"index": 0, "function": delta["function_call"]}, at_ns, events, first, index)
+            for key, value in delta.items():
+                if not value:
+                    continue
+                kind = TEXT_FIELDS.get(key)
+                if kind is not None:
+                    if key != "reasoning" or not delta.get("reasoning_content"):  # some send both, alike
+                        _add(events, first, kind, value if type(value) is str else _text(value), at_ns, index)
+                elif key == "tool_calls" and isinstance(value, list):
+                    for call in value:
+                        self._tool_call(call, at_ns, events, first, index)
+                elif key == "function_call":
+                    self._tool_call({"index": 0, "function": value}, at_ns, events, first, index)
             if len(events) == first and "role" in delta:
                 events.append(Event("role", "", at_ns, index))
         finish = choice.get("finish_reason")
@@ -191,7 +199,7 @@ class _Deltas:
             _add(events, first, "content", "", at_ns, choice)
             return
         slot = self._slot(call.get("index"), call.get("id"), bool(name))
-        _add(events, first, "tool_call", arguments, at_ns, slot, {"id": call.get("id") or "", "name": str(name)})
+        _add(events, first, "tool_call", arguments, at_ns, slot, {"id": str(call.get("id") or ""), "name": str(name)})
 
     def _slot(self, index: Any, ident: Any, named: bool) -> int:
         """Which call a piece continues. By index; but several servers send no index, or 0 for every call, and then a
@@ -225,24 +233,18 @@ def _text(value: Any) -> str:
 
 def _usage(usage: Json, timings: Json) -> Json:
     """The server's own counts under our names; llama.cpp's `timings` stand in for what `usage` lacks."""
-    found = {
-        "prompt_tokens": _count(usage.get("prompt_tokens")),
-        "output_tokens": _count(usage.get("completion_tokens")),
-        "cached_tokens": _count(_inside(usage, "prompt_tokens_details", "cached_tokens")),
-        "reasoning_tokens": _count(_inside(usage, "completion_tokens_details", "reasoning_tokens")),
-    }
     cached, prompt = _count(timings.get("cache_n")), _count(timings.get("prompt_n"))
-    if found["cached_tokens"] is None:
-        found["cached_tokens"] = _count(usage.get("prompt_cache_hit_tokens")) if usage else cached
-    if found["cached_tokens"] is None:
-        found["cached_tokens"] = cached
-    if found["reasoning_tokens"] is None:
-        found["reasoning_tokens"] = _count(usage.get("reasoning_tokens"))
-    if found["prompt_tokens"] is None and prompt is not None:
-        found["prompt_tokens"] = prompt + (cached or 0)
-    if found["output_tokens"] is None:
-        found["output_tokens"] = _count(timings.get("predicted_n"))
-    return {name: count for name, count in found.items() if count is not None}
+    whole_prompt = None if prompt is None else prompt + (cached or 0)
+    hit = _inside(usage, "prompt_tokens_details", "cached_tokens")
+    thought = _inside(usage, "completion_tokens_details", "reasoning_tokens")
+    places = {
+        "prompt_tokens": (usage.get("prompt_tokens"), whole_prompt),
+        "cached_tokens": (hit, usage.get("prompt_cache_hit_tokens"), cached),
+        "output_tokens": (usage.get("completion_tokens"), timings.get("predicted_n")),
+        "reasoning_tokens": (thought, usage.get("reasoning_tokens")),
+    }
+    counts = {name: [count for count in map(_count, values) if count is not None] for name, values in places.items()}
+    return {name: found[0] for name, found in counts.items() if found}
 
 
 def _inside(usage: Json, name: str, key: str) -> Any:

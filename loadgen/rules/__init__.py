@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.stats import length_bin
 from loadgen.types import AXES, Axis, Digest, Finding, Outcome, PhaseSpan
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 GIB = 1 << 30
 SECOND = 1_000_000_000
+# Of the whole host's CPU: others who take this much more than before explain a slower server.
+BUSIER_PERCENT = 25.0
 LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
@@ -92,8 +93,11 @@ def start_ns(run: Run) -> int:
 
 
 def end_ns(run: Run) -> int:
-    """The latest moment that the journal knows of; a killed run has no other end."""
-    return max((int(r["at"]) for r in run.journal), default=0)
+    """The last sign of life: of the journal, or of a request where a killed run's journal ends before it."""
+    said = max((int(r["at"]) for r in run.journal), default=0)
+    if run.finished:
+        return said
+    return max(said, max((o.done_ns for o in run.outcomes() if o.done_ns is not None), default=0))
 
 
 def when(run: Run, at_ns: int) -> str:
@@ -207,11 +211,16 @@ class Thirds:
         return float(np.median(self.last) / np.median(self.first))
 
 
+def _about(prompt_tokens: int | None) -> str:
+    """Length bins around powers of two from 128 up: workloads aim at round lengths, which no edge may cut in two."""
+    return f" ~{1 << max(7, round(math.log2(prompt_tokens)))} tokens" if prompt_tokens else ""
+
+
 def thirds(run: Run, value: Callable[[Outcome], float | None]) -> dict[str, Thirds]:
     """Good answers of the measuring phases by `class cache length-bin`: cold and repeat are never pooled, nor
     are lengths, since a mix of lengths that shifts looks like drift."""
     span = measured(run)
-    if span is None:
+    if span is None or span[1] <= span[0]:
         return {}
     labels = {p.name for p in run.phases if p.kind == "measure"}
     found: dict[str, tuple[array[float], array[float]]] = {}
@@ -220,8 +229,7 @@ def thirds(run: Run, value: Callable[[Outcome], float | None]) -> dict[str, Thir
         number = value(outcome) if outcome.outcome == "ok" and outcome.phase in labels else None
         if number is None or number <= 0 or outcome.sent_ns is None:
             continue
-        length = length_bin(outcome.prompt_tokens)
-        key = f"{outcome.cls} {outcome.cache}" + (f" ≤{length} tokens" if length else "")
+        key = f"{outcome.cls} {outcome.cache}{_about(outcome.prompt_tokens)}"
         first, last = found.setdefault(key, (array("d"), array("d")))
         part = int((outcome.sent_ns - span[0]) // third)
         if part != 1:
@@ -252,9 +260,36 @@ def sureness(first: Floats, last: Floats) -> float:
         rest = part - np.polyval(np.polyfit(x, part, 1), x)
         products += float((rest[1:] * rest[:-1]).sum())
         squares += float((rest * rest).sum())
-    rho = products / squares if squares > 0 else 0.0
+    # ranks on a perfect line leave nothing but rounding, which is no evidence of anything
+    rho = products / squares if squares > 1e-9 * (n + m) else 0.0
     rho = min(0.95, max(0.0, rho + 2 * (1 + 3 * rho) / (n + m)))  # what short series underestimate (Kendall)
     return float((u - n * m / 2) / math.sqrt(variance) * math.sqrt((1 - rho) / (1 + rho)))
+
+
+def busier_box(run: Run) -> str | None:
+    """Whether others took much more of the host's CPU in the last third than in the first, in words.
+
+    A compile beside a soak has the very shape of decay, and is none (field notes on users, 1.H6). Others' share is what
+    the host was busy with, less the server's process tree and ourselves; None where one of them was not watched.
+    """
+    span, cpus = measured(run), (run.environment.get("host") or {}).get("cpus")
+    busy, tree, own = (
+        readings(run, monitor, metric, span, ())
+        for monitor, metric in (("host", "cpu_busy_percent"), ("process", "cpu_percent"), ("client", "cpu_percent"))
+    )
+    if span is None or not isinstance(cpus, int) or not (len(busy) and len(tree) and len(own)):
+        return None
+    ours = np.interp(busy.at_ns, tree.at_ns, tree.last) + np.interp(busy.at_ns, own.at_ns, own.last)
+    others = np.clip(busy.last - ours / cpus, 0.0, 100.0)
+    third = (span[1] - span[0]) / 3
+    before, after = others[busy.at_ns < span[0] + third], others[busy.at_ns >= span[0] + 2 * third]
+    if not len(before) or not len(after):
+        return None
+    then, now = float(np.median(before)), float(np.median(after))
+    if now - then <= BUSIER_PERCENT:
+        return None
+    since = busy.at_ns[others > (then + now) / 2]
+    return f"others use {now:.0f} % of the host's CPU instead of {then:.0f} %, since {when(run, int(since[0]))}"
 
 
 def graded(run: Run, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:

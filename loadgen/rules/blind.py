@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loadgen.rules import SECOND, Needs, end_ns, not_evaluated, serving, when
+from loadgen.rules import SECOND, Ints, Needs, end_ns, not_evaluated, readings, serving, when
 from loadgen.types import Finding, FindingStatus
 
 if TYPE_CHECKING:
@@ -57,21 +57,16 @@ def _holes(run: Run, options: Options) -> list[Finding]:
     span = serving(run)
     if span is None or span[1] <= span[0]:
         return []
-    ticks: dict[str, set[int]] = {name: set() for name, (seen, _) in run.observed().items() if seen}
-    for digest in run.digests():
-        # happenings come when they come, and `observed` once: neither is a tick
-        if digest.monitor in ticks and digest.text is None and span[0] <= digest.at_ns <= span[1]:
-            ticks[digest.monitor].add(digest.at_ns)
     findings = []
-    for monitor, at in sorted(ticks.items()):
-        if monitor in NOT_A_MONITOR or monitor == "kernel":
+    for monitor, (seen, _) in sorted(run.observed().items()):
+        if not seen or monitor in NOT_A_MONITOR:
             continue
-        if len(at) < 2:
+        stamps = _ticks(run, monitor, span)
+        if len(stamps) < 2:
             findings.append(
-                _finding("fail", f"{monitor}: {len(at)} readings under load", monitor, 1.0, options, len(at))
+                _finding("fail", f"{monitor}: {len(stamps)} readings under load", monitor, 1.0, options, len(stamps))
             )
             continue
-        stamps = np.sort(np.fromiter(at, dtype=np.int64))
         edges = np.concatenate([[span[0]], stamps, [span[1]]])
         gaps, period = np.diff(edges), max(float(np.median(np.diff(stamps))), SECOND)
         holes = gaps > HOLE_PERIODS * period
@@ -79,13 +74,22 @@ def _holes(run: Run, options: Options) -> list[Finding]:
         status: FindingStatus = (
             "fail" if missing > options.fail_share else "warn" if missing > options.warn_share else "pass"
         )
-        message = f"{monitor}: {len(at)} readings under load, {100 * missing:.1f} % of the time missing"
+        message = f"{monitor}: {len(stamps)} readings under load, {100 * missing:.1f} % of the time missing"
         if status != "pass":
             message += (
                 f", longest hole from {when(run, int(edges[int(gaps.argmax())]))} for {gaps.max() / SECOND:.0f} s"
             )
-        findings.append(_finding(status, message, monitor, missing, options, len(at)))
+        findings.append(_finding(status, message, monitor, missing, options, len(stamps)))
     return findings
+
+
+def _ticks(run: Run, monitor: str, span: tuple[int, int]) -> Ints:
+    """The seconds in which a monitor read something: each lane says with every tick how late it was."""
+    said = readings(run, monitor, "tick_lateness_ms", span).at_ns
+    if not len(said):  # a lane of somebody else's
+        # happenings come when they come, and `observed` once: neither is a tick
+        said = np.array([d.at_ns for d in run.digests(monitor) if d.text is None and span[0] <= d.at_ns <= span[1]])
+    return np.unique(said.astype(np.int64))
 
 
 def _finding(status: FindingStatus, message: str, scope: str, share: float, options: Options, n: int) -> Finding:

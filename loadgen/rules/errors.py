@@ -6,7 +6,8 @@ it.
 Why: aggregates hide them. One error in the middle of a stream was quoted as a slow-down more than once.
 Threshold: published soaks fail on any non-200 or broken stream; 1 % leaves room for a refused connection in a long
 run, which still warns. A class of its own fails from three failures on, since one of six rare requests proves little.
-Requests that we cut, and failures of our own, are not counted here.
+Requests that we cut, and failures of our own, are not counted here. `ignore` takes error classes that a scenario
+provokes on purpose (`rate_limited`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ CLASS_FAILURES = 3
 class Options:
     warn_share: float = 0.0
     fail_share: float = 0.01
+    ignore: tuple[str, ...] = ()
     hard: tuple[str, ...] = ("in_band_error", "aborted_by_server", "stream_truncated")
 
 
@@ -43,7 +45,9 @@ def check(run: Run, options: Options) -> list[Finding]:
     by_class: Counter[str] = Counter()
     first: dict[str, Outcome] = {}
     for outcome in run.outcomes():
-        if outcome.phase not in labels or outcome.outcome == "incomplete" or outcome.error_class in OUR_ERRORS:
+        if outcome.phase not in labels or outcome.outcome == "incomplete":
+            continue
+        if outcome.error_class in OUR_ERRORS or outcome.error_class in options.ignore:
             continue
         ended[outcome.cls] += 1
         if outcome.outcome == "failed" and outcome.error_class is not None:

@@ -107,8 +107,8 @@ def _outage(run: Run, signs: list[tuple[int, str, str]], ok: Ints, lost: Ints, n
     back = bool(len(ok)) and int(ok[-1]) > at_ns
     missed = int(((lost >= at_ns - TICK_NS) & (lost <= back_ns)).sum())
     what = "; ".join(dict.fromkeys(sign[1] for sign in signs))
-    message = f"at {when(run, at_ns)} {what}; {missed} requests lost, "
-    message += f"answers again after {(back_ns - at_ns) / SECOND:.1f} s" if back else "no answer since"
+    until = f"answers again after {(back_ns - at_ns) / SECOND:.1f} s" if back else "no answer since"
+    message = f"at {when(run, at_ns)} the server went down, {missed} requests lost, {until}: {what}"
     evidence = ", ".join(dict.fromkeys(sign[2] for sign in signs))
     return Finding(
         "restart", "stability", "fail", message, when(run, at_ns), missed, 0, "requests lost", n, evidence, at_ns,

@@ -13,12 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from loadgen.rules import Needs, measured, not_evaluated, sureness, thirds
+from loadgen.rules import Needs, busier_box, measured, not_evaluated, sureness, thirds
 from loadgen.stats import MIN_PER_THIRD
-from loadgen.types import Finding, FindingStatus, Outcome
+from loadgen.types import Axis, Finding, FindingStatus, Outcome
 
 if TYPE_CHECKING:
     from loadgen.record import Run
+
+
+AXIS: Axis = "performance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +53,30 @@ def check(run: Run, options: Options) -> list[Finding]:
         pass_ratio = fail_ratio = STRICT_RATIO
     groups = thirds(run, _tokens_per_s)
     if not groups:
-        return [not_evaluated("retention", "performance", "no good answer with a token count was measured", n=0)]
+        return [not_evaluated("retention", AXIS, "no good answer with a token count was measured", n=0)]
     span = measured(run)
     findings = []
     for scope, group in groups.items():
         if group.n < options.per_third:
             why = f"tokens/s {scope}: {group.n} answers per third, needs {options.per_third}"
-            findings.append(not_evaluated("retention", "performance", why, scope, group.n))
+            findings.append(not_evaluated("retention", AXIS, why, scope, group.n))
             continue
         ratio, z = group.ratio, sureness(group.last, group.first)
         message = f"tokens/s {scope}: median {100 * ratio:.0f} % of the first third (z {z:.1f})"
         if ratio < fail_ratio and z <= options.warn_z:
-            findings.append(not_evaluated("retention", "performance", f"{message}: may be chance", scope, group.n))
+            findings.append(not_evaluated("retention", AXIS, f"{message}: may be chance", scope, group.n))
             continue
         status: FindingStatus = "pass"
         if ratio < pass_ratio and z > options.warn_z:
             status = "fail" if ratio < fail_ratio and z > options.fail_z else "warn"
         bound = fail_ratio if status == "fail" else pass_ratio
         since = span[0] + 2 * (span[1] - span[0]) // 3 if span and status != "pass" else None
-        cause = "degrading" if status != "pass" else ""
+        cause, axis = "degrading" if status != "pass" else "", AXIS
+        if status == "fail" and (others := busier_box(run)):
+            cause, axis, message = "busy_box", "measurement", f"{message}; but {others}"
         findings.append(
             Finding(
-                "retention", "performance", status, message, scope, ratio, bound, "ratio", group.n, "outcomes", since,
+                "retention", axis, status, message, scope, ratio, bound, "ratio", group.n, "outcomes", since,
                 cause,
             )
         )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -21,7 +22,8 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 _SUM = re.compile(r"(?<![\w.])(-?\d+)\s*([-+*×x])\s*(-?\d+)(?![\w.]*\d)")
 _SUM_ASKED = re.compile(r"\b(?:what is|compute|calculate|work out|how much is)\b", re.IGNORECASE)
-_HOLDS = re.compile(r"\bregister\s+([a-z]+(?:[\s-]+[a-z]+)?)\s+holds\s+(\d(?:[\d ]*\d)?)", re.IGNORECASE)
+_REGISTER_BEFORE = re.compile(r"\bregister\s+([a-z]+(?:[\s-]+[a-z]+)?)$", re.IGNORECASE)
+_DIGITS = re.compile(r"\d(?:[\d ]*\d)?")
 _ASKED_REGISTER = re.compile(r"\bregister\s+([a-z]+(?:[\s-]+[a-z]+)?)\s+hold\b", re.IGNORECASE)
 _IS_REGISTER = re.compile(r"\bin register\s+([a-z]+[\s-]+[a-z]+)", re.IGNORECASE)
 _REPEAT = re.compile(r"\brepeat (?:this |the following )?(?:text )?(?:exactly|verbatim)[^:\n]*:\s*(.+)", re.I | re.S)
@@ -35,6 +37,10 @@ _CODING = re.compile(r"\b(?:python|code|function|class|implement|program|script)
 
 SHORT_ANSWER = (12, 40)  # tokens, the usual range of a brief answer
 CHAT_ANSWER = (60, 160)
+HOLDS = " holds "
+REACH = 64  # characters before it that the name of a register may fill
+HEAD = 1000  # characters of a long question in which an instruction may stand
+TAIL = 3000
 MAX_GARBAGE = 2048  # tokens of a degenerate answer, where the request sets no limit worth the name
 
 
@@ -46,6 +52,12 @@ class Prompt:
     tools: tuple[Json, ...] = ()
     tool_choice: str = "none"
     """`none`, `auto`, `required`, or the name of the one tool to call."""
+
+    @property
+    def instruction(self) -> str:
+        """Where a task is looked for: the head and the tail of the question. What is between is material."""
+        question = self.question
+        return question if len(question) <= HEAD + TAIL else f"{question[:HEAD]}\n{question[-TAIL:]}"
 
     @property
     def question(self) -> str:
@@ -85,12 +97,12 @@ def reply(
         finish: Finish = "tool_calls"
     else:
         text = solve(prompt)
-        content = pieces(text) if text is not None else _chat(question, random)
+        content = pieces(text) if text is not None else _chat(prompt.instruction, random)
         finish = "stop"
     wanted = max_tokens if ignore_eos else min(min_tokens, max_tokens)
     thoughts = _prose(random, min(reasoning, max(0, max_tokens - len(content)))) if tool is None else []
     if tool is None and len(thoughts) + len(content) < wanted:
-        content = _extended(content, wanted - len(thoughts), question, random)
+        content = _extended(content, wanted - len(thoughts), prompt.instruction, random)
     room = max_tokens - len(thoughts)
     if len(content) > room or (ignore_eos and tool is None):
         content, finish = content[:room], "length"
@@ -99,16 +111,16 @@ def reply(
 
 def solve(prompt: Prompt, *, distractor: bool = False) -> str | None:
     """The right answer where the task has a known form, else None. `distractor`: the wrong register's number."""
-    question = prompt.question
-    code = _CODE.search(question)
+    instruction = prompt.instruction
+    code = _CODE.search(instruction)
     if (number := _register(prompt, distractor)) is not None:
         return number
-    if repeat := _REPEAT.search(question):
+    if _REPEAT.search(instruction) and (repeat := _REPEAT.search(prompt.question)):
         return repeat[1].strip()
-    if (fields := _fields(question)) is not None:
+    if (fields := _fields(prompt.question)) is not None:
         return fields
-    asked = _SUM_ASKED.search(question)
-    if asked and (found := _SUM.search(question, asked.end())):
+    asked = _SUM_ASKED.search(instruction)
+    if asked and (found := _SUM.search(instruction, asked.end())):
         left, right = int(found[1]), int(found[3])
         value = left + right if found[2] == "+" else left - right if found[2] == "-" else left * right
         value += 1 if distractor else 0
@@ -117,16 +129,27 @@ def solve(prompt: Prompt, *, distractor: bool = False) -> str | None:
 
 
 def _register(prompt: Prompt, distractor: bool) -> str | None:
-    question = prompt.question
-    asked = _ASKED_REGISTER.findall(question) or _IS_REGISTER.findall(question)
+    instruction = prompt.instruction
+    asked = _ASKED_REGISTER.findall(instruction) or _IS_REGISTER.findall(instruction)
     if not asked:
         return None
     name = _key(asked[-1])
-    held = {_key(found[1]): found[2].replace(" ", "") for _, text in prompt.messages for found in _HOLDS.finditer(text)}
+    held = {key: digits for _, text in prompt.messages for key, digits in _registers(text)}
     if distractor:
         held = {other: digits for other, digits in held.items() if other != name}
         return next(iter(held.values()), "0000000")
     return held.get(name)
+
+
+def _registers(text: str) -> Iterator[tuple[str, str]]:
+    """Every register line. A plain search for its verb comes first: a regex over a megabyte takes 50 ms."""
+    at = text.find(HOLDS)
+    while at >= 0:
+        name = _REGISTER_BEFORE.search(text[max(0, at - REACH) : at])
+        digits = _DIGITS.match(text, at + len(HOLDS))
+        if name and digits:
+            yield _key(name[1]), digits[0].replace(" ", "")
+        at = text.find(HOLDS, at + 1)
 
 
 def _key(name: str) -> str:
@@ -136,7 +159,7 @@ def _key(name: str) -> str:
 def _fields(question: str) -> str | None:
     """`NAME = VALUE` lines after a line that ends in `fields:`, up to the end of the message."""
     _, marker, tail = question.partition("fields:")
-    if not marker or "json" not in question.lower():
+    if not marker or "json" not in question[:HEAD].lower():
         return None
     found: Json = {}
     for line in tail.splitlines():
@@ -309,7 +332,8 @@ def corrupted(reply: Reply, how: str, prompt: Prompt, other: str, max_tokens: in
             count = min(max_tokens, MAX_GARBAGE)
             content, finish = (cycle * (count // len(cycle) + 1))[:count], "length"
         case "wrong_answer":  # fluent, well-formed and wrong: another register's number, a digit off
-            content = pieces(solve(prompt, distractor=True) or _other_digits(text))
+            wrong = solve(prompt, distractor=True)
+            content = pieces(wrong if wrong not in (None, text) else _other_digits(text))
         case "swapped":  # the answer to another request
             content = pieces(other) if other and other != text else pieces(_other_digits(text))
         case "cut_json":  # half of it, and `stop`
@@ -322,7 +346,7 @@ def corrupted(reply: Reply, how: str, prompt: Prompt, other: str, max_tokens: in
             content = [""] * len(content)
         case _:
             raise ValueError(f"no corruption {how!r}")
-    return Reply(reply.reasoning, content or [""], finish, reply.tool)
+    return Reply(reply.reasoning, content[: max_tokens - len(reply.reasoning)] or [""], finish, reply.tool)
 
 
 def _other_digits(text: str) -> str:

@@ -11,7 +11,6 @@ import os
 import uuid
 from pathlib import Path
 
-from loadgen import clock
 from loadgen.sim.config import GIB, MIB, Machine
 from loadgen.types import UserError
 
@@ -25,21 +24,24 @@ DRIVER_LINE = (
     "NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned from "
     "_memdescAllocInternal(pMemDesc) @ mem_desc.c:1359"
 )
+STALLS = {"memory": (0.9, 0.7), "io": (0.5, 0.4), "cpu": (0.1, 0.0)}  # some and full, at full pressure
+CALM_STALL = 0.0005  # share of time that a healthy machine's tasks wait
 SMALLER_ORDERS = (420, 360, 300, 240, 180, 120, 80, 50, 30, 16)  # free blocks of orders 0 to 9 on a used machine
 
 
 class FixtureMachine:
-    """A machine of `machine`'s size under `root`. Whoever owns it calls `update` ten times a second."""
+    """A machine of `machine`'s size under `root`. Whoever owns it says what time it is and calls `update` ten times a
+    second."""
 
-    def __init__(self, root: Path, machine: Machine) -> None:
+    def __init__(self, root: Path, machine: Machine, now_ns: int) -> None:
         self.root = root
         self.machine = machine
         self._fds: dict[str, int] = {}
-        self._began_ns = clock.now_ns()
         self._kmsg_bytes = 0
         self._sequence = 0
-        self._stall_us = {"memory": [80_000_000, 20_000_000], "io": [90_000_000, 30_000_000], "cpu": [700_000_000, 0]}
-        self._updated_ns = self._began_ns
+        self._pressed_us = 0
+        """Time under pressure, weighted by how hard: what stalls and reclaim are reckoned from."""
+        self._updated_ns = now_ns
         self._claimed_bytes = 0
         self._wedge_began_ns: int | None = None
         self._wedge_ns = 1
@@ -51,58 +53,62 @@ class FixtureMachine:
         try:
             for folder in ("proc/pressure", "proc/sys/kernel/random", "dev"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
-            self._boot()
+            if (root / "proc/sys/kernel/random/boot_id").exists():
+                self._resume()
+            else:
+                self._boot(now_ns)
         except OSError as error:
             raise UserError(f"--host-root {root}: cannot be written: {error.strerror}") from None
 
-    def update(self, claimed_bytes: int, running: int) -> None:
+    def update(self, claimed_bytes: int, running: int, now_ns: int) -> None:
         """Write the state that belongs to so many claimed bytes and running requests, now."""
         if self._silent:
             return
-        now_ns = clock.now_ns()
         self._claimed_bytes = claimed_bytes
         free, available = self._free_and_available(now_ns)
         pressed = self._pressed(now_ns)
-        self._pass_time(now_ns, pressed, running)
+        self._pressed_us += int((now_ns - self._updated_ns) / 1000 * pressed)
+        self._updated_ns = now_ns
         self._rewrite("proc/meminfo", self._meminfo(free, available))
         self._rewrite("proc/buddyinfo", _buddyinfo(free))
         self._rewrite("proc/vmstat", self._vmstat(now_ns))
-        for resource in self._stall_us:
-            self._rewrite(f"proc/pressure/{resource}", self._pressure(resource, pressed))
+        for resource in STALLS:
+            self._rewrite(f"proc/pressure/{resource}", self._pressure(resource, pressed, now_ns))
         self._rewrite(
             "proc/loadavg", f"{running + 0.4:.2f} {running + 0.3:.2f} {running + 0.2:.2f} {1 + running}/900 4242"
         )
         due = round(self._wedge_lines * pressed)
         while self._lines_written < due:
             self._lines_written += 1
-            self.kernel_line(DRIVER_LINE, level=3)
+            self.kernel_line(DRIVER_LINE, now_ns, level=3)
 
-    def wedge(self, available_gib: float, collapse_s: float, driver_lines: int) -> None:
+    def wedge(self, available_gib: float, collapse_s: float, driver_lines: int, now_ns: int) -> None:
         """From now on MemFree falls to the floor within `collapse_s`, while MemAvailable stays at `available_gib`."""
-        self._wedge_from = self._free_and_available(clock.now_ns())[0]
-        self._wedge_began_ns = clock.now_ns()
+        self._wedge_from = self._free_and_available(now_ns)[0]
+        self._wedge_began_ns = now_ns
         self._wedge_ns = max(1, int(collapse_s * 1e9))
         self._wedge_available = int(available_gib * GIB)
         self._wedge_lines = driver_lines
         self._lines_written = 0
 
-    def silence(self) -> None:
+    def silence(self, now_ns: int) -> None:
         """The last sign of life: from now on no file changes."""
-        self.update(self._claimed_bytes, 0)
+        self.update(self._claimed_bytes, 0, now_ns)
         self._silent = True
 
-    def reboot(self) -> None:
+    def reboot(self, now_ns: int) -> None:
         """A new boot: another boot id, an empty kernel log, counters from the start."""
         self._wedge_began_ns = None
         self._wedge_lines = 0
+        self._pressed_us = 0
         self._silent = False
         self._claimed_bytes = 0
-        self._boot()
-        self.update(0, 0)
+        self._boot(now_ns)
+        self.update(0, 0, now_ns)
 
-    def kernel_line(self, text: str, level: int = 4) -> None:
+    def kernel_line(self, text: str, now_ns: int, level: int = 4) -> None:
         """Append one record as /dev/kmsg gives it: facility 0 (the kernel), sequence, microseconds since boot."""
-        record = f"{level},{self._sequence},{clock.now_ns() // 1000},-;{text}\n".encode()
+        record = f"{level},{self._sequence},{now_ns // 1000},-;{text}\n".encode()
         if self._kmsg_bytes + len(record) <= MAX_KMSG_BYTES:
             os.write(self._fds["dev/kmsg"], record)
             self._kmsg_bytes += len(record)
@@ -115,16 +121,26 @@ class FixtureMachine:
 
     # -- files
 
-    def _boot(self) -> None:
+    def _boot(self, now_ns: int) -> None:
         self._rewrite("proc/sys/kernel/random/boot_id", str(uuid.uuid4()))
+        os.ftruncate(self._open_kmsg(), 0)
+        self._kmsg_bytes = 0
+        self._sequence = 0
+        self.kernel_line("Linux version 6.14.0-1015-nvidia (fixture machine of loadgen sim)", now_ns, level=5)
+        self.kernel_line("NVRM: loading NVIDIA UNIX Open Kernel Module for aarch64  580.159.04", now_ns, level=6)
+
+    def _resume(self) -> None:
+        """A server that comes back finds the same boot: the machine did not die with it."""
+        self._open_kmsg()
+        text = (self.root / "dev/kmsg").read_text()
+        self._kmsg_bytes = len(text.encode())
+        self._sequence = text.count("\n")
+
+    def _open_kmsg(self) -> int:
         if "dev/kmsg" not in self._fds:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._fds["dev/kmsg"] = os.open(self.root / "dev/kmsg", flags, 0o644)
-        os.ftruncate(self._fds["dev/kmsg"], 0)
-        self._kmsg_bytes = 0
-        self._sequence = 0
-        self.kernel_line("Linux version 6.14.0-1015-nvidia (fixture machine of loadgen sim)", level=5)
-        self.kernel_line("NVRM: loading NVIDIA UNIX Open Kernel Module for aarch64  580.159.04", level=6)
+        return self._fds["dev/kmsg"]
 
     def _rewrite(self, name: str, text: str) -> None:
         fd = self._fds.get(name)
@@ -154,13 +170,6 @@ class FixtureMachine:
             return 0.0
         return min(1.0, (now_ns - self._wedge_began_ns) / self._wedge_ns)
 
-    def _pass_time(self, now_ns: int, pressed: float, running: int) -> None:
-        passed_us = (now_ns - self._updated_ns) // 1000
-        self._updated_ns = now_ns
-        for resource, some, full in (("memory", 0.9, 0.7), ("io", 0.5, 0.4), ("cpu", 0.1, 0.0)):
-            self._stall_us[resource][0] += int(passed_us * (some * pressed + 0.001 * bool(running)))
-            self._stall_us[resource][1] += int(passed_us * full * pressed)
-
     def _meminfo(self, free: int, available: int) -> str:
         machine = self.machine
         cache = max(0, min(int(machine.page_cache_gib * GIB), available))
@@ -180,11 +189,10 @@ class FixtureMachine:
         return "".join(f"{name + ':':<16}{value // KIB:>10} kB\n" for name, value in values.items()) + counts
 
     def _vmstat(self, now_ns: int) -> str:
-        seconds = (now_ns - self._began_ns) / 1e9
-        stalls = self._stall_us["memory"][0] // 1000
+        stalls = self._pressed_us // 1000
         values = {
             "nr_free_pages": self._free_and_available(now_ns)[0] // PAGE_BYTES,
-            "pgfault": 1_000_000 + int(seconds * 900),
+            "pgfault": now_ns // 1_100_000,
             "pgmajfault": 12_000 + stalls // 50, "pswpin": 0, "pswpout": 0, "workingset_refault_anon": 0,
             "workingset_refault_file": stalls // 20, "pgsteal_anon": 0, "pgsteal_file": stalls // 10,
             "pgscan_kswapd": stalls // 8, "pgscan_direct": stalls // 9, "allocstall_normal": stalls // 30,
@@ -193,12 +201,16 @@ class FixtureMachine:
         }  # fmt: skip
         return "".join(f"{f'{name} {value}':<{WIDTH}}\n" for name, value in values.items())
 
-    def _pressure(self, resource: str, pressed: float) -> str:
-        some, full = self._stall_us[resource]
-        share = {"memory": 90.0, "io": 50.0, "cpu": 10.0}[resource] * pressed
+    @staticmethod
+    def _line(kind: str, percent: float, total_us: int) -> str:
+        return f"{kind} avg10={percent:.2f} avg60={percent / 5:.2f} avg300={percent / 20:.2f} total={total_us}"
+
+    def _pressure(self, resource: str, pressed: float, now_ns: int) -> str:
+        some, full = STALLS[resource]
+        calm_us = int(now_ns / 1000 * CALM_STALL)
         lines = (
-            f"some avg10={share:.2f} avg60={share / 5:.2f} avg300={share / 20:.2f} total={some}",
-            f"full avg10={share * 0.8:.2f} avg60={share / 6:.2f} avg300={share / 25:.2f} total={full}",
+            self._line("some", 100 * some * pressed, calm_us + int(some * self._pressed_us)),
+            self._line("full", 100 * full * pressed, calm_us // 4 + int(full * self._pressed_us)),
         )
         return "".join(f"{line:<{WIDTH}}\n" for line in lines)
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from loadgen import clock
 from loadgen.sim import config, faults
 from loadgen.types import Json, UserError
 
@@ -64,6 +63,8 @@ def run(options: Options) -> int:
 
 
 def _checked(options: Options) -> tuple[config.Preset, tuple[faults.Fault, ...], str | None]:
+    if not 0 <= options.port <= 65535:
+        raise UserError(f"--port {options.port}: expected 0 to 65535 (0 takes any free one)")
     preset = config.load_preset(options.preset)
     for name in ("time_scale", "memory_scale"):
         value = getattr(options, name)
@@ -149,7 +150,7 @@ def _serve(
             gc.collect()
             gc.freeze()  # what is here now stays: no later collection walks over it
             _announce(options, listener)
-            tell({"port": listener.getsockname()[1]})
+            tell({"port": listener.getsockname()[1], "start_ns": server.start_ns})
             await server.leaving.wait()
             if parent is not None:
                 loop.remove_reader(parent)
@@ -190,7 +191,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 def _supervise(options: Options) -> int:
     """Start lives until one ends in order, or by a fault that wants no other."""
     port = options.port
-    start_ns = clock.now_ns()
+    start_ns: int | None = None  # when the first life was ready: faults at a time count from there
     ended = 0
     fired: list[int] = []
     ready_fd = options.ready_fd
@@ -212,6 +213,7 @@ def _supervise(options: Options) -> int:
                 for message in _messages(ours):
                     ready = ready or "port" in message
                     port = message.get("port", port)
+                    start_ns = message.get("start_ns", start_ns)
                     fired += [message["fired"]] if "fired" in message else []
                     ending = message if "ending" in message else ending
                 code = child.wait()

@@ -18,11 +18,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Generic, TypeVar
 
 import orjson
 from aiohttp import web
 
-from loadgen import clock
+from loadgen import clock, strict
 from loadgen.sim import answers, faults, wire
 from loadgen.sim.config import MIB, Preset
 from loadgen.sim.hostroot import FixtureMachine
@@ -37,6 +38,9 @@ OFF_LOOP_BYTES = 128 * 1024  # bodies above are read in a thread: 8K words take 
 MEMORY_PERIOD_S = 0.05
 MEMORY_STEP_S = 0.002  # pause between two steps of growing, so that tokens get out in between
 MAX_FAULTS = 1000  # told to the admin endpoint in one life
+
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +80,22 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Effects:
-    """Faults that are in force, each with the number of requests that it still hits (None: all)."""
+class InForce(Generic[A]):
+    """A fault that hits requests, and how many it still hits (None: all)."""
 
-    corrupt: faults.Corrupt | None = None
-    corrupt_left: int | None = None
-    stream_error: faults.StreamError | None = None
-    stream_error_left: int | None = None
-    truncate: faults.Truncate | None = None
-    truncate_left: int | None = None
-    unavailable: faults.Unavailable | None = None
-    unavailable_left: int | None = None
-    unavailable_until_s: float = math.inf
+    action: A
+    left: int | None
+    until_s: float = math.inf
+
+
+@dataclass(slots=True)
+class Effects:
+    """Faults that are in force."""
+
+    corrupt: InForce[faults.Corrupt] | None = None
+    stream_error: InForce[faults.StreamError] | None = None
+    truncate: InForce[faults.Truncate] | None = None
+    unavailable: InForce[faults.Unavailable] | None = None
     oom_bytes: int = 0
     silent: bool = False
     """The whole machine is wedged: connections are accepted by the kernel and nobody answers, not even `/health`."""
@@ -115,10 +123,14 @@ class Server:
         self._timers: set[asyncio.TimerHandle] = set()
         self._random = Random(settings.seed)
         self._last_text = ""
-        self._fired: list[Json] = []
+        self.fired: list[Json] = []
         self._pending = {index: fault for index, fault in enumerate(settings.faults) if index not in settings.fired}
         self._ballast = Ballast()
-        self._machine = None if settings.host_root is None else FixtureMachine(settings.host_root, self.preset.machine)
+        self._machine = (
+            None
+            if settings.host_root is None
+            else FixtureMachine(settings.host_root, self.preset.machine, self.began_ns)
+        )
         self._truth_fd: int | None = None
         if settings.truth is not None:
             self._truth_fd = _open_truth(settings.truth)
@@ -155,6 +167,11 @@ class Server:
     def now_s(self) -> float:
         """The engine's time: seconds since the process began, times the scale."""
         return (clock.now_ns() - self.began_ns) / 1e9 * self.scale
+
+    @property
+    def held_bytes(self) -> int:
+        """Real memory that the claims fill now."""
+        return self._ballast.held_bytes
 
     def identity(self) -> Json:
         """What must stand beside every number that was made with this server."""
@@ -217,7 +234,7 @@ class Server:
 
     def _follow_machine(self) -> None:
         if self._machine is not None:
-            self._machine.update(self.engine.claims().total, len(self.engine.running))
+            self._machine.update(self.engine.claims().total, len(self.engine.running), clock.now_ns())
             self._later(0.1 * self.scale, self._follow_machine)
 
     # -- faults
@@ -241,8 +258,8 @@ class Server:
         self._permit(fault)
         action = fault.action
         now_s = self.now_s()
-        happening: Json = {"event": "fault", "kind": fault.kind, "at_ns": clock.now_ns(), **asdict(action)}
-        self._fired = [*self._fired[-MAX_FAULTS:], happening]
+        happening: Json = {"event": "fault", "kind": fault.kind, "at_ns": clock.now_ns(), **strict.plain(action)}
+        self.fired = [*self.fired[-MAX_FAULTS:], happening]
         self._log(happening)
         effects = self.effects
         match action:
@@ -266,14 +283,14 @@ class Server:
             case faults.Leak():
                 self.engine.leak_bytes_per_request = action.bytes_per_request
             case faults.Corrupt():
-                effects.corrupt, effects.corrupt_left = action, action.requests
+                effects.corrupt = InForce(action, action.requests)
             case faults.StreamError():
-                effects.stream_error, effects.stream_error_left = action, action.requests
+                effects.stream_error = InForce(action, action.requests)
             case faults.Truncate():
-                effects.truncate, effects.truncate_left = action, action.requests
+                effects.truncate = InForce(action, action.requests)
             case faults.Unavailable():
-                effects.unavailable, effects.unavailable_left = action, action.requests
-                effects.unavailable_until_s = math.inf if action.duration is None else now_s + action.duration
+                until_s = math.inf if action.duration is None else now_s + action.duration
+                effects.unavailable = InForce(action, action.requests, until_s)
             case faults.Oom():
                 self._grow_oom(action)
             case faults.Wedge():
@@ -303,12 +320,12 @@ class Server:
 
     def _wedge(self, action: faults.Wedge) -> None:
         assert self._machine is not None
-        self._machine.wedge(action.available_gib, action.collapse / self.scale, action.driver_lines)
+        self._machine.wedge(action.available_gib, action.collapse / self.scale, action.driver_lines, clock.now_ns())
         self._later(action.collapse, self._fall_silent, action)
 
     def _fall_silent(self, action: faults.Wedge) -> None:
         assert self._machine is not None
-        self._machine.silence()
+        self._machine.silence(clock.now_ns())
         self.effects.silent = True
         self.engine.hang(self.now_s())
         if action.reboot_after is not None:
@@ -316,7 +333,7 @@ class Server:
 
     def _reboot(self, action: faults.Wedge) -> None:
         assert self._machine is not None
-        self._machine.reboot()
+        self._machine.reboot(clock.now_ns())
         self._die("kill", action.restart_after)
 
     def _die(self, how: str, restart_after: float | None) -> None:
@@ -328,14 +345,13 @@ class Server:
             os._exit(70)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _hits(self, name: str) -> bool:
-        """Whether a counted fault hits this request; counts it down."""
-        left: int | None = getattr(self.effects, f"{name}_left")
-        if left is not None:
-            if left <= 1:
-                setattr(self.effects, name, None)
-            setattr(self.effects, f"{name}_left", left - 1)
-        return True
+    def _hit(self, force: InForce[A] | None) -> A | None:
+        """The fault, if it hits one more request; counts it."""
+        if force is None or force.left == 0 or self.now_s() >= force.until_s:
+            return None
+        if force.left is not None:
+            force.left -= 1
+        return force.action
 
     # -- truth
 
@@ -446,7 +462,10 @@ class Server:
         if refusal is not None:
             self._count_end()
             return refusal
-        asked, blocks = await self._off_loop(len(body), self._understand, body, endpoint)
+        if len(body) <= OFF_LOOP_BYTES:
+            asked, blocks, reply = self._understand(body, endpoint)
+        else:
+            asked, blocks, reply = await asyncio.to_thread(self._understand, body, endpoint)
         if len(self.engine.waiting) >= self.preset.engine.max_queue:
             self.meters.rejections += 1
             raise wire.Refused(503, "The request queue is full.", "ServiceUnavailable")
@@ -461,7 +480,7 @@ class Server:
             "prompt_tokens": len(asked.tokens),
             "max_tokens": asked.max_tokens,
         }
-        stream = self._reply(asked, truth)
+        stream = self._spoilt(asked, reply, truth)
         sequence = self.engine.submit(SimRequest(len(asked.tokens), stream.reply.tokens, blocks), self.now_s())
         truth["submitted_ns"] = clock.now_ns()
         truth["reasoning_tokens"] = len(stream.reply.reasoning)
@@ -485,30 +504,29 @@ class Server:
 
     def _turned_away(self) -> web.Response | None:
         """The answer of a server that is unavailable, while that fault is in force."""
-        fault = self.effects.unavailable
+        fault = self._hit(self.effects.unavailable)
         if fault is None:
             return None
-        if self.now_s() >= self.effects.unavailable_until_s:
-            self.effects.unavailable = None
-            return None
-        self._hits("unavailable")
         message = wire.error(
             "The server is overloaded. Please try again later.", "ServiceUnavailable", None, fault.status
         )
         headers = {} if fault.retry_after is None else {"Retry-After": f"{math.ceil(fault.retry_after / self.scale)}"}
         return web.json_response({"error": message}, status=fault.status, headers=headers)
 
-    def _understand(self, body: bytes, endpoint: wire.Endpoint) -> tuple[wire.Asked, tuple[int, ...]]:
+    def _understand(self, body: bytes, endpoint: wire.Endpoint) -> tuple[wire.Asked, tuple[int, ...], answers.Reply]:
+        """All that takes time and touches no state: read the prompt, hash it, think of the answer."""
         config = self.preset.engine
         asked = wire.read(body, endpoint, self.preset.model, config.context_tokens)
-        return asked, block_hashes(asked.tokens, config.block_tokens) if config.prefix_cache else ()
-
-    async def _off_loop(
-        self, size: int, call: Callable[[bytes, wire.Endpoint], tuple[wire.Asked, tuple[int, ...]]], *args: object
-    ) -> tuple[wire.Asked, tuple[int, ...]]:
-        if size > OFF_LOOP_BYTES:
-            return await asyncio.to_thread(call, *args)  # type: ignore[arg-type]
-        return call(*args)  # type: ignore[arg-type]
+        blocks = block_hashes(asked.tokens, config.block_tokens) if config.prefix_cache else ()
+        reply = answers.reply(
+            asked.prompt,
+            self.settings.seed,
+            min(asked.max_tokens, config.context_tokens - len(asked.tokens)),
+            min_tokens=asked.min_tokens,
+            ignore_eos=asked.ignore_eos,
+            reasoning=self.preset.reasoning_tokens if asked.thinking and asked.endpoint == "chat" else 0,
+        )
+        return asked, blocks, reply
 
     def _request_id(self, request: web.Request) -> str:
         """The client's X-Request-Id, as vLLM does, where it is harmless; else one of ours."""
@@ -517,29 +535,19 @@ class Server:
             return given
         return f"{self._random.getrandbits(64):016x}"
 
-    def _reply(self, asked: wire.Asked, truth: Json) -> Stream:
-        """What will be said, truly or (under a fault) wrongly."""
-        reply = answers.reply(
-            asked.prompt,
-            self.settings.seed,
-            min(asked.max_tokens, self.preset.engine.context_tokens - len(asked.tokens)),
-            min_tokens=asked.min_tokens,
-            ignore_eos=asked.ignore_eos,
-            reasoning=self.preset.reasoning_tokens if asked.thinking and asked.endpoint == "chat" else 0,
-        )
+    def _spoilt(self, asked: wire.Asked, reply: answers.Reply, truth: Json) -> Stream:
+        """The answer as it will go out: spoilt by the faults in force."""
         honest = "".join(reply.content)
         effects = self.effects
-        if (corrupt := effects.corrupt) is not None and len(asked.tokens) >= corrupt.min_prompt_tokens:
-            self._hits("corrupt")
+        long_enough = effects.corrupt is not None and len(asked.tokens) >= effects.corrupt.action.min_prompt_tokens
+        if long_enough and (corrupt := self._hit(effects.corrupt)) is not None:
             truth["corrupted"] = corrupt.how
             reply = answers.corrupted(reply, corrupt.how, asked.prompt, self._last_text, asked.max_tokens)
         self._last_text = honest
         stream = Stream(asked, reply, truth)
-        if (error := effects.stream_error) is not None:
-            self._hits("stream_error")
+        if (error := self._hit(effects.stream_error)) is not None:
             stream.error_after = error.after_tokens
-        elif (cut := effects.truncate) is not None:
-            self._hits("truncate")
+        elif (cut := self._hit(effects.truncate)) is not None:
             stream.cut_after, stream.cut_clean = cut.after_tokens, cut.clean
         return stream
 
@@ -667,9 +675,9 @@ class Server:
                 "waiting": len(self.engine.waiting),
                 "kv_usage": self.engine.kv_usage,
                 "claimed_bytes": {**asdict(claims), "total": claims.total},
-                "held_bytes": self._ballast.held_bytes,
+                "held_bytes": self.held_bytes,
                 "counters": asdict(self.engine.counters),
-                "faults": self._fired,
+                "faults": self.fired,
             },
             dumps=lambda value: orjson.dumps(value).decode(),
         )

@@ -17,15 +17,12 @@ CHARACTERS = 4
 _SPACED = re.compile(r"\s*\S+")
 
 
-def _is_word(text: str) -> bool:
-    return len(text) <= WORD_LETTERS and text.isalpha()
-
-
 def tokens(text: str) -> list[str]:
     """The tokens of a text without the white space between them."""
     found: list[str] = []
     for word in text.split():
-        if len(word) <= CHARACTERS or _is_word(word):
+        # spelt out, not called: a prompt may have 262,144 words
+        if len(word) <= CHARACTERS or (word.isalpha() and len(word) <= WORD_LETTERS):
             found.append(word)
         else:
             found.extend(word[i : i + CHARACTERS] for i in range(0, len(word), CHARACTERS))
@@ -37,7 +34,7 @@ def pieces(text: str) -> list[str]:
     found: list[str] = []
     for spaced in _SPACED.findall(text):
         word = spaced.lstrip()
-        if len(word) <= CHARACTERS or _is_word(word):
+        if len(word) <= CHARACTERS or (word.isalpha() and len(word) <= WORD_LETTERS):
             found.append(spaced)
             continue
         parts = [word[i : i + CHARACTERS] for i in range(0, len(word), CHARACTERS)]

@@ -16,6 +16,21 @@ from loadgen.types import Json
 Endpoint = Literal["chat", "completions"]
 
 
+# What a field may be; null is always allowed.
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "model": (str,), "messages": (list,), "max_tokens": (int,), "max_completion_tokens": (int,), "min_tokens": (int,),
+    "temperature": (int, float), "n": (int,), "stream": (bool,), "stream_options": (dict,), "ignore_eos": (bool,),
+    "chat_template_kwargs": (dict,), "tools": (list,), "tool_choice": (str, dict), "prompt": (str, list),
+}  # fmt: skip
+MESSAGE_FIELDS: Mapping[str, tuple[type, ...]] = {"role": (str,), "content": (str, list), "tool_calls": (list,)}
+PART_FIELDS: Mapping[str, tuple[type, ...]] = {"type": (str,), "text": (str,)}
+TOOL_FIELDS: Mapping[str, tuple[type, ...]] = {"type": (str,), "function": (dict,)}
+FUNCTION_FIELDS: Mapping[str, tuple[type, ...]] = {"name": (str,), "parameters": (dict,)}
+SCHEMA_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "type": (str,), "properties": (dict,), "required": (list,), "enum": (list,), "items": (dict,)
+}  # fmt: skip
+
+
 class Refused(Exception):  # noqa: N818 - it is an answer, not an error of ours
     """A request that is answered with an error status and vLLM's error body."""
 
@@ -53,6 +68,7 @@ class Asked:
 def read(body: bytes, endpoint: Endpoint, model: str, context_tokens: int) -> Asked:
     """A request body, or Refused as vLLM would refuse it. Long for long prompts: run it off the event loop then."""
     asked = _json(body)
+    _check_types(asked, FIELDS, "body")
     if asked.get("model") not in (None, model):
         name = asked["model"]
         raise Refused(404, f"The model `{name}` does not exist. Valid aliases: {model}.", "NotFoundError", "model")
@@ -103,12 +119,30 @@ def _json(body: bytes) -> Json:
     return asked
 
 
+def _check_types(value: Json, fields: Mapping[str, tuple[type, ...]], where: str) -> None:
+    """Refuse fields of a wrong type; null is as good as absent, and unknown fields are anybody's extension."""
+    for name, kinds in fields.items():
+        found = value.get(name)
+        if found is not None and (not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds)):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            place = f"{where}.{name}"
+            raise Refused(400, f"1 validation error:\n  {place}: {expected} expected", "Bad Request", place)
+
+
+def _objects(values: list[Any], fields: Mapping[str, tuple[type, ...]], where: str) -> list[Json]:
+    for index, value in enumerate(values):
+        if not isinstance(value, dict):
+            place = f"{where}.{index}"
+            raise Refused(400, f"1 validation error:\n  {place}: object expected", "Bad Request", place)
+        _check_types(value, fields, f"{where}.{index}")
+    return values
+
+
 def _limit(asked: Json, context_tokens: int) -> int | None:
-    value = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    value: int | None = asked.get("max_completion_tokens")
+    value = asked.get("max_tokens") if value is None else value
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise Refused(400, f"1 validation error:\n  max_tokens: {value!r} is not an integer", "Bad Request", "body")
     if value < 1:
         raise _bad_parameter("max_tokens", f"max_tokens must be at least 1, got {value}.", value)
     if value > context_tokens:
@@ -152,9 +186,16 @@ def _chat(asked: Json, model: str) -> Prompt:
             "input": f"<dict of {len(asked)} items>",
         }  # fmt: skip
         raise Refused(400, f"1 validation error:\n  {detail}", "Bad Request", "body.messages")
+    _objects(messages, MESSAGE_FIELDS, "body.messages")
+    tools = [tool.get("function") or {} for tool in _objects(asked.get("tools") or [], TOOL_FIELDS, "body.tools")]
+    for tool in _objects(tools, FUNCTION_FIELDS, "body.tools"):
+        parameters = tool.get("parameters") or {}
+        _check_types(parameters, SCHEMA_FIELDS, "body.tools.parameters")
+        for schema in (parameters.get("properties") or {}).values():
+            _objects([schema], SCHEMA_FIELDS, "body.tools.parameters")
     return Prompt(
         messages=tuple((str(message.get("role", "user")), _text(message, model)) for message in messages),
-        tools=tuple(tool.get("function") or {} for tool in asked.get("tools") or ()),
+        tools=tuple(tools),
         tool_choice=_tool_choice(asked),
     )
 
@@ -173,7 +214,7 @@ def _text(message: Json, model: str) -> str:
     content = message.get("content")
     if isinstance(content, list):
         parts = []
-        for part in content:
+        for part in _objects(content, PART_FIELDS, "body.messages.content"):
             if part.get("type") not in ("text", "input_text"):
                 raise Refused(400, f"{model} is not a multimodal model")
             parts.append(str(part.get("text", "")))

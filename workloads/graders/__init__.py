@@ -26,6 +26,8 @@ def missed(grader: str, kind: str, why: str, score: float = 0.0) -> Grade:
 
 
 def empty(grader: str, outcome: Outcome) -> Grade:
-    """The miss of an answer without text, with the most likely reason."""
-    cut = outcome.finish_reason == "length" and (outcome.reasoning_text or outcome.text)
-    return missed(grader, "empty", "max_tokens was used up before an answer" if cut else "no text")
+    """The miss of an answer without text. One whose thinking used up the tokens is wrong, not empty: the server is
+    not to blame."""
+    if outcome.finish_reason == "length" and (outcome.reasoning_text or outcome.text):
+        return missed(grader, "wrong", "max_tokens was used up before an answer")
+    return missed(grader, "empty", "no text")

@@ -1,4 +1,4 @@
-"""The number of the register asked for: a distractor's is the model's miss, anything else hints at the server."""
+"""The number of the register asked for: a distractor's is the model's miss, one out of nowhere the server's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _RUN = re.compile(r"[0-9](?:[ ,.\-]?[0-9])*")
 
 
 def grade(request: Request, outcome: Outcome) -> Grade:
-    """The first number of the right length counts; single spaces, commas, dots and hyphens inside it do not."""
+    """The first number of the right length counts; single spaces, commas, dots and hyphens inside it do not.
+
+    Garbage is a number that stands nowhere in the prompt, or an answer without a word. Words without such a number
+    ("I cannot find it") are wrong: a model may say so.
+    """
     expected = str(request.expect["value"])
     text = answer(outcome)
     if not text:
@@ -24,4 +28,5 @@ def grade(request: Request, outcome: Outcome) -> Grade:
         return missed("needle", "distractor", f"expected {expected}, got another register's {found}")
     nearest = found or next(iter(runs), "")
     score = sum(a == b for a, b in zip(nearest, expected, strict=False)) / len(expected)
-    return missed("needle", "garbage", f"expected {expected}, got {quoted(text)}", score if found else 0.0)
+    kind = "garbage" if found or not re.search("[A-Za-z]{2}", text) else "wrong"
+    return missed("needle", kind, f"expected {expected}, got {quoted(text)}", score if found else 0.0)
