@@ -45,7 +45,7 @@ _RUNNING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the server says of itself; None where it does not say."""
+    """What the server says of itself; None where it does not say. `simulated`: the scales of `loadgen sim`."""
 
     engine: str | None = None
     version: str | None = None
@@ -58,7 +58,7 @@ class Facts:
     solo_ttft_ms: float | None = None
     modalities: tuple[str, ...] = ()
     foreign_requests: int | None = None
-    extra: dict[str, str] = field(default_factory=dict)
+    simulated: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ async def _identify(scene: Scenario, client: Client) -> Facts:
         slots=_whole(slots),
         modalities=modalities,
         foreign_requests=round(sum(map(float, running))) if running else None,
-        extra={key: str(version[key]) for key in ("preset", "time_scale", "memory_scale") if key in version},
+        simulated={key: str(value) for key, value in (version.get("simulated") or {}).items()},
     )
 
 

@@ -1,8 +1,8 @@
 """The vocabulary: every noun that crosses a module, in the order in which a run makes them.
 
 Standard library only, so that the monitors' fast lane and any foreign tool can import it. Hot types (`Request`,
-`Event`, `Outcome`, `Sample`) are plain slotted dataclasses with one owner at a time; cold ones are frozen. Times are integer
-nanoseconds of CLOCK_MONOTONIC unless a name says otherwise; "not measured" is `None`, never 0.
+`Event`, `Outcome`, `Sample`) are plain slotted dataclasses with one owner at a time; cold ones are frozen. Times are
+integer nanoseconds of CLOCK_MONOTONIC unless a name says otherwise; "not measured" is `None`, never 0.
 """
 
 from __future__ import annotations

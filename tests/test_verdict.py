@@ -309,7 +309,7 @@ def test_a_folder_without_a_scenario_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["outcomes-0.jsonl", "samples-fast.jsonl", "samples-engine-0.jsonl", "windows-0.hlog",
                                   "environment.json", "journal.jsonl"])  # fmt: skip
-@pytest.mark.parametrize("keep", [None, 0.0, 0.5])
+@pytest.mark.parametrize("keep", [None, 0.5])
 def test_a_file_that_is_gone_empty_or_half_breaks_no_rule(name: str, keep: float | None, tmp_path: Path) -> None:
     phases = [golden.phase("measure", "measure", 0, 60)]
     golden.build(tmp_path, outcomes=golden.steady(60), phases=phases, samples=client()[:200] + host())

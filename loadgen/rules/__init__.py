@@ -269,8 +269,8 @@ def sureness(first: Floats, last: Floats) -> float:
 def busier_box(run: Run) -> str | None:
     """Whether others took much more of the host's CPU in the last third than in the first, in words.
 
-    A compile beside a soak has the very shape of decay, and is none (field notes on users, 1.H6). Others' share is what
-    the host was busy with, less the server's process tree and ourselves; None where one of them was not watched.
+    A compile beside a soak has the very shape of decay, and is none: one read 40.5 instead of 65 tok/s. Others' share
+    is what the host was busy with, less the server's process tree and ourselves; None where one was not watched.
     """
     span, cpus = measured(run), (run.environment.get("host") or {}).get("cpus")
     busy, tree, own = (

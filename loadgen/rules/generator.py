@@ -5,8 +5,8 @@ took; the seats really kept (by the engine's samples); Little's law (by the requ
 requests; the monotonic clock against the wall clock.
 Why: a client that cannot keep up reads exactly like a slow server, and has been published as one.
 Threshold: lag 250 ms, send lag p99 10 ms or 1 % of the median TTFT, 95 % of the seats, clocks 0.1 % and 1 %: the
-limits of MLPerf's LoadGen and of the field notes on load testing (6). A percentile that n does not certify is taken
-lower.
+limits of MLPerf's LoadGen where it has one; a loop 250 ms late spoils any TTFT. A percentile that n does not certify
+is taken lower.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ minute. It warns below max(4 GiB, 0.35 B). Below max(2.5 GiB, 0.2 B) it fails, i
 alone warn.
 Why: on unified memory the host's memory is the GPU's; the usual death is a driver that refuses, then a wedge, with no
 OOM kill anywhere. Fixed floors do not port between machines, and a single number has killed many healthy servers.
-Threshold: the guard defaults in the field notes on monitors (1.5), which came from boxes of 121.7 GiB.
+Threshold: shares between the 1.5 GiB at which some boxes of 121.7 GiB still served and the 6 GiB at which guards
+killed healthy ones; absolute floors for small hosts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ What: `seconds` consecutive seconds under load, each with a reading of in + out 
 memory some at `psi_percent` or more within them. Without PSI the rates alone warn.
 Why: swap that is full says nothing: cold pages parked there are good, and a stock never drains by itself. Rates
 together with waiting are thrash.
-Threshold: below 100 pages/s is noise, 2,000 pages/s (8 MB/s) for 5 s was seen in thrash only (field notes on monitors,
-5.4).
+Threshold: below 100 pages/s is noise, 2,000 pages/s (8 MB/s) for 5 s was seen in thrash only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the simulated server counts: plain words are one token each, everything else one token per four characters.
+"""How the simulated server counts: a plain word is one token, a mark behind it another, all else one per 4 characters.
 
 So prompts made of words are exactly additive (one word more is one token more), `/tokenize` and `usage` agree, and the
 pieces of an answer joined are the answer. No real vocabulary is imitated.
@@ -13,19 +13,27 @@ TEMPLATE_TOKENS = 7  # what the chat template puts around a conversation
 MESSAGE_TOKENS = 3  # and around each message
 WORD_LETTERS = 24  # longer runs of letters are no words (and a language without spaces has no words at all)
 CHARACTERS = 4
+MARKS = ".,;:?!"  # behind a word, a token of their own, as in real vocabularies
 
 _SPACED = re.compile(r"\s*\S+")
+
+
+def _parts(word: str) -> list[str]:
+    """The tokens of one run of non-space: a plain word, a word and the mark behind it, or four characters each."""
+    stem = word.rstrip(MARKS)
+    if stem.isalpha() and len(stem) <= WORD_LETTERS and len(word) - len(stem) <= 1:
+        return [stem, *word[len(stem) :]]
+    return [word[i : i + CHARACTERS] for i in range(0, len(word), CHARACTERS)]
 
 
 def tokens(text: str) -> list[str]:
     """The tokens of a text without the white space between them."""
     found: list[str] = []
     for word in text.split():
-        # spelt out, not called: a prompt may have 262,144 words
-        if len(word) <= CHARACTERS or (word.isalpha() and len(word) <= WORD_LETTERS):
+        if word.isalpha() and len(word) <= WORD_LETTERS:  # nearly all of a long prompt: no list is made for it
             found.append(word)
         else:
-            found.extend(word[i : i + CHARACTERS] for i in range(0, len(word), CHARACTERS))
+            found.extend(_parts(word))
     return found
 
 
@@ -34,10 +42,7 @@ def pieces(text: str) -> list[str]:
     found: list[str] = []
     for spaced in _SPACED.findall(text):
         word = spaced.lstrip()
-        if len(word) <= CHARACTERS or (word.isalpha() and len(word) <= WORD_LETTERS):
-            found.append(spaced)
-            continue
-        parts = [word[i : i + CHARACTERS] for i in range(0, len(word), CHARACTERS)]
+        parts = _parts(word)
         parts[0] = spaced[: len(spaced) - len(word)] + parts[0]
         found.extend(parts)
     tail = text[len(text.rstrip()) :]
