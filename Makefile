@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 CODE := loadgen workloads monitors tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup soak test test-slow lint format real real-vllm lock lock-check clean
+.PHONY: help setup soak test test-slow bench-accuracy bench-client lint format real real-vllm lock lock-check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 18
@@ -42,6 +42,19 @@ test: setup ## what must hold, in minutes
 
 test-slow: setup ## what takes longer
 	$(PYTEST) -m slow || [ $$? -eq 5 ]  # 5: there is none
+
+# The rig's C and C++ are built where a compiler is; nothing that we ship needs one.
+.cache/rig/truth_server: tests/rig/truth_server.cpp
+	@mkdir -p $(@D) && g++ -std=c++17 -O2 -Wall -Wextra -o $@ $<
+
+.cache/rig/c_reader: tests/rig/c_reader.c
+	@mkdir -p $(@D) && gcc -O2 -Wall -Wextra -o $@ $<
+
+bench-accuracy: setup ## our client's times against a ground-truth server, 1 to 1,000 streams (BENCH="--streams 256")
+	@$(BIN)/python -m tests.rig.bench_accuracy $(BENCH)
+
+bench-client: setup ## CPU per chunk beside a C reader and the peers installed (BENCH="--peer vllm,aiperf")
+	@$(BIN)/python -m tests.rig.bench_client $(BENCH)
 
 lint: setup ## formatting, lint, types
 	$(BIN)/ruff format --check $(CODE)

@@ -15,8 +15,11 @@ import orjson
 
 from loadgen.dialects import Decoder, Dialect, characters, error_text, one_line
 from loadgen.sse import EventTooLargeError
+from loadgen.stencil import Stencil, cut
 from loadgen.types import Event, Outcome, Request, ToolCall
 
+# A success; 201 and 203 are the same through some gateways.
+OK_STATUSES = frozenset({200, 201, 203})
 # An answer in one piece (a JSON body where a stream was asked for); 262,144 tokens are about 1.5 MiB.
 MAX_BODY_BYTES = 32 * 1024 * 1024
 # Of an error's body, the part that is read for its message; the rest is read and dropped, so the connection lives on.
@@ -35,6 +38,11 @@ MULTI_TOKEN_RATIO = 1.25
 PROMPT_KEPT_RATIO = 0.75
 # A stream whose tokens all come within this share of the time to the first one was collected by somebody on the way.
 BUFFERED_SPAN_RATIO = 0.02
+
+# Events that a stencil may stand for: of the others each is different.
+STENCILLED = frozenset({"content", "reasoning"})
+# Cutting one costs about as much as decoding so many chunks; that often it may be in vain.
+STENCIL_WORTH, STENCIL_TRIES = 8, 2
 
 SSE_PREFIXES = (b"data:", b"event:", b"retry:", b"error:", b"id:", b":")
 CONTEXT_LIMIT = re.compile(
@@ -60,8 +68,8 @@ class Answer:
 
     __slots__ = (
         "_body", "_body_limit", "_calls", "_chars", "_decoder", "_dialect", "_error", "_events", "_expect_all",
-        "_finished", "_held", "_mime", "_outcome", "_reasoning", "_status", "_text", "_usage", "_zero_gaps",
-        "last_ns", "terminal_ns",
+        "_finished", "_fitted", "_held", "_mime", "_outcome", "_reasoning", "_rested", "_status", "_stencil",
+        "_stencils", "_text", "_usage", "_zero_gaps", "last_ns", "terminal_ns",
     )  # fmt: skip
 
     def __init__(self, request: Request, dialect: Dialect) -> None:
@@ -86,6 +94,9 @@ class Answer:
         self._events = 0
         self._usage: dict[str, int] = {}
         self._zero_gaps = 0
+        self._rested = False  # the decoder stands between two events
+        self._stencil: Stencil | None = None
+        self._stencils = self._fitted = 0
         self.last_ns: int | None = None
         self.terminal_ns: int | None = None
 
@@ -98,8 +109,28 @@ class Answer:
         self._status = self._outcome.http_status = status
         self._mime = headers.get("content-type", "").partition(";")[0].strip().lower()
         self._outcome.retry_after_s = retry_after_s(headers.get("retry-after"), wall_ns)
-        if status != 200:
+        if status not in OK_STATUSES:
             self._body = bytearray()
+
+    def quick(self, data: bytes, at_ns: int) -> bool:
+        """Take a piece that differs from an earlier one in nothing but its text. False: it is for `piece`."""
+        stencil = self._stencil
+        if stencil is None or self.last_ns is None or not self._rested:
+            return False
+        text = stencil.text(data)
+        if text is None:
+            return False
+        outcome = self._outcome
+        gap_ns = at_ns - self.last_ns
+        outcome.gaps_ns.append(gap_ns)
+        self._zero_gaps += not gap_ns
+        self.last_ns = at_ns
+        outcome.chunks += 1
+        self._fitted += 1
+        self._events += 1
+        self._chars += len(text)
+        self._keep(self._reasoning if stencil.kind == "reasoning" else self._text, text)
+        return True
 
     def piece(self, data: bytes, at_ns: int) -> None:
         """Some bytes of the body, decompressed."""
@@ -112,6 +143,9 @@ class Answer:
                 return
             if events:
                 self._take(events)
+            rested, self._rested = self._rested, data.endswith(b"\n\n")
+            if rested and self._rested and len(events) == 1 and events[0].kind in STENCILLED:
+                self._cut(data, events[0])
         elif self._body is not None:
             room = self._body_limit - len(self._body)
             self._body += data[:room]
@@ -120,6 +154,12 @@ class Answer:
         else:
             self._recognise(self._held + data, at_ns)
 
+    def _cut(self, data: bytes, event: Event) -> None:
+        """The next pieces may be alike; where they never are, this is not tried for ever."""
+        if self._stencils * STENCIL_WORTH <= self._fitted + STENCIL_TRIES * STENCIL_WORTH:
+            self._stencils += 1
+            self._stencil = cut(data, event, self._dialect)
+
     def _recognise(self, held: bytes, at_ns: int) -> None:
         """Event stream or JSON? The first bytes are believed more than the content type: JSON errors come under
         `text/event-stream`, and streams as `text/plain`."""
@@ -127,7 +167,7 @@ class Answer:
         stream = self._mime == "text/event-stream"
         if start[:1] in (b"{", b"["):
             self._body, self._body_limit = bytearray(), MAX_BODY_BYTES
-        elif start and (stream or start.startswith(SSE_PREFIXES)):
+        elif start and self._dialect.STREAMS and (stream or start.startswith(SSE_PREFIXES)):
             self._decoder = self._dialect.decoder()
             if not stream:
                 self._outcome.flags.add("odd_content_type")
@@ -136,9 +176,9 @@ class Answer:
             return
         else:
             kind = self._mime or "an answer without content-type"
-            self._fail(
-                "unexpected_content_type", f"HTTP 200, {kind} instead of an event stream: {_quoted(held)}", at_ns
-            )
+            wanted = "an event stream" if self._dialect.STREAMS else "JSON"
+            message = f"HTTP {self._status}, {kind} instead of {wanted}: {_quoted(held)}"
+            self._fail("unexpected_content_type", message, at_ns)
             self._body, self._body_limit = bytearray(), 0
         self._held = b""
         self.piece(held, at_ns)
@@ -219,9 +259,9 @@ class Answer:
             outcome.flags |= self._decoder.flags
             if self._decoder.cut and not done and end.error_class is None:
                 end = End("stream_truncated", "the stream ends in the middle of an event", end.at_ns)
-        elif self._status == 200 and self._body_limit == MAX_BODY_BYTES and end.error_class is None:
+        elif self._status in OK_STATUSES and self._body_limit == MAX_BODY_BYTES and end.error_class is None:
             self._whole(end.at_ns)
-        outcome.last_ns, outcome.done_ns = self.last_ns, end.at_ns
+        outcome.last_ns, outcome.done_ns, outcome.inexact = self.last_ns, end.at_ns, self._zero_gaps
         outcome.text, outcome.reasoning_text = characters("".join(self._text)), characters("".join(self._reasoning))
         for _, (call, arguments) in sorted(self._calls.items()):
             call.id, call.name, call.arguments = map(characters, (call.id, call.name, "".join(arguments)))
@@ -243,7 +283,7 @@ class Answer:
         """JSON in one piece: every time of it is the time of its end."""
         body = bytes(self._body or b"")
         try:
-            events = self._dialect.whole(body)
+            events = self._dialect.whole(body, self._outcome.flags)
         except ValueError as error:
             self._fail("protocol_error", f"the JSON answer cannot be read ({error}): {_quoted(body)}", at_ns)
             return
@@ -255,20 +295,23 @@ class Answer:
 
     def _verdict(self, end: End) -> tuple[str, str, int] | None:
         """The reason of the failure, or None. What the server said outweighs how the connection ended."""
-        if self._status not in (0, 200):
+        if self._status and self._status not in OK_STATUSES:
             return self._refused(end)
         if self._error is not None:
             return self._error
         if self._finished is not None and not self._finished.text:
-            return "aborted_by_server", f"finish_reason {self._outcome.finish_reason!r}", self._finished.at_ns
+            message = (self._finished.data or {}).get("message")
+            said = f"finish_reason {self._outcome.finish_reason!r}" + (f": {message}" if message else "")
+            return "aborted_by_server", said, self._finished.at_ns
         if end.error_class == "cancelled" and self.terminal_ns is None:
             return "cancelled", end.message, end.at_ns
         if end.error_class is not None and self.terminal_ns is None:
             return end.error_class, end.message, end.at_ns
-        if self._finished is None and not self._outcome.chunks and not self._usage.get("output_tokens"):
+        silent = self._dialect.STREAMS and not self._outcome.chunks and not self._usage.get("output_tokens")
+        if self._finished is None and (silent or not self._events):
             if self._events and self.terminal_ns is None:
                 return "stream_truncated", "the stream ends without a token and without finish_reason", end.at_ns
-            return "empty_response", "status 200 without an answer", end.at_ns
+            return "empty_response", f"status {self._status} without an answer", end.at_ns
         if self._finished is None and self.terminal_ns is None:
             return "stream_truncated", "the stream ends without finish_reason and without [DONE]", end.at_ns
         if end.error_class is not None:  # all had been said; the body's own end is missing
@@ -299,13 +342,16 @@ class Answer:
         counted = usage.get("output_tokens")
         if counted or (counted == 0 and not outcome.chunks):  # a zero beside text is a field left unfilled
             outcome.output_tokens, outcome.output_tokens_source = counted, "usage"
-        elif self._status == 200:
+        elif self._status in OK_STATUSES and self._dialect.STREAMS:
             longer = self._chars > LONGEST_TOKEN_CHUNK * outcome.chunks
             outcome.output_tokens = round(self._chars / CHARS_PER_TOKEN) if longer else outcome.chunks
             outcome.output_tokens_source = "estimated"
 
     def _flag(self) -> None:
         outcome, flags = self._outcome, self._outcome.flags
+        if not self._dialect.STREAMS:
+            flags |= set() if outcome.prompt_tokens is not None else {"no_usage"}
+            return
         streamed = self._decoder is not None
         tokens = outcome.output_tokens or 0
         if streamed and self.terminal_ns is None:

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+# Of a child's words at once: what a pipe holds.
+READ_BYTES = 1 << 16
 
 
 def die_with_parent() -> None:
@@ -21,18 +24,60 @@ def die_with_parent() -> None:
 
 
 def spawn(
-    module: str, args: Sequence[str], stderr: Path, env: Mapping[str, str] | None = None
+    module: str, args: Sequence[str], stderr: Path, env: Mapping[str, str] | None = None, *, talks: bool = False
 ) -> subprocess.Popen[bytes]:
-    """`python -m module args…` in a session of its own; what it says on stderr is kept, as evidence should it break."""
+    """`python -m module args…` in a session of its own; what it says on stderr is kept, as evidence should it break.
+    With `talks` its standard input and output are unbuffered pipes, and reading never waits."""
+    pipe = subprocess.PIPE if talks else subprocess.DEVNULL
     with stderr.open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", module, *args],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdin=pipe,
+            stdout=pipe,
             stderr=log,
+            bufsize=0,
             start_new_session=True,
             env={**os.environ, **(env or {})},
         )
+    if process.stdout is not None:
+        os.set_blocking(process.stdout.fileno(), False)
+    return process
+
+
+def last_words(path: Path) -> str | None:
+    """The last line that a child wrote to stderr."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return None
+    return lines[-1][:500] if lines else None
+
+
+class Talk:
+    """Lines to and from a child that was spawned with `talks`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._rest = b""
+
+    def heard(self) -> list[bytes]:
+        """The complete lines since the last call; never waits."""
+        assert self.process.stdout is not None
+        data = self.process.stdout.read(READ_BYTES)
+        *lines, self._rest = (self._rest + (data or b"")).split(b"\n")
+        self._rest = self._rest[-READ_BYTES:]
+        return lines
+
+    def tell(self, line: bytes) -> None:
+        """A child that is gone hears nothing, which is no error: whoever watches it will see."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.write(line)
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def end(children: Sequence[subprocess.Popen[Any]], wait_s: float) -> None:

@@ -31,6 +31,8 @@ LINE_EVERY_NS = 10_000_000_000
 # Redraws a second: enough to see a number move, too few to cost anything.
 REDRAWS_PER_S = 4
 SIM_START_S = 20.0
+# Headers whose values may not stand in a run folder.
+SECRET_NAME = re.compile(r"auth|key|token|secret|cookie", re.IGNORECASE)
 
 app = typer.Typer(
     name="loadgen",
@@ -86,6 +88,17 @@ def _top(
 
 Url = Annotated[str | None, typer.Option("--url", help="The server, for example http://127.0.0.1:8000.")]
 Model = Annotated[str | None, typer.Option("--model", help="The model to ask; default: the only one served.")]
+Dialect = Annotated[
+    str | None,
+    typer.Option("--dialect", help="The API to speak, see `loadgen list dialects`; default: openai_chat."),
+]
+Headers = Annotated[
+    list[str] | None,
+    typer.Option("--header", metavar="'NAME: VALUE'", help="One more header of every request. Repeatable."),
+]
+ExtraBody = Annotated[
+    str | None, typer.Option("--extra-body", metavar="JSON", help="More fields of every request's body; they override.")
+]
 KeyEnv = Annotated[str | None, typer.Option("--api-key-env", help="Environment variable that holds the API key.")]
 Sets = Annotated[
     list[str] | None,
@@ -100,7 +113,10 @@ def run(
     name: ScenarioName,
     url: Url = None,
     model: Model = None,
+    dialect: Dialect = None,
     api_key_env: KeyEnv = None,
+    header: Headers = None,
+    extra_body: ExtraBody = None,
     duration: Annotated[str | None, typer.Option(help="Length of the measuring phases: 60s, 10m, 8h.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Seats: how many requests are always in flight.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same mix, order and prompts.")] = None,
@@ -114,6 +130,20 @@ def run(
     ] = "",
     wait: Annotated[str, typer.Option(help="How long to wait for a server that is not ready yet.")] = "0s",
     allow_busy: Annotated[bool, typer.Option(help="Run even if others use the server.")] = False,
+    shards: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Engine processes that share the seats; auto: one per 256 seats, while a core is left for the rest.",
+        ),
+    ] = "1",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run the shards on a Ray cluster, spread over its nodes (HOST:PORT, or local to try it out).",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")] = False,
 ) -> None:
     """Run a scenario against a server and judge it."""
@@ -125,19 +155,26 @@ def run(
     if sim_args and sim is None:
         raise UserError("--sim-args needs --sim PRESET")
     scene = scenario.load(name, overrides, _duration("--duration", duration))
-    target = _target(scene.target, url, model, api_key_env)
+    target = _asking(_target(scene.target, url, model, api_key_env), dialect, header, extra_body)
+    for line in header or []:
+        if SECRET_NAME.search(line.partition(":")[0]):
+            raise UserError(f"--header {line.partition(':')[0]}: it would stand in the run folder; use --api-key-env")
     wait_s = _duration("--wait", wait) or Seconds(0)
+    count = _shards(shards)
     with _simulator(sim, sim_args) as sim_url:
         if sim_url is not None:
             target = replace(target, url=sim_url, model=None)
-        code = _run(replace(scene, target=target), out, wait_s, allow_busy, quiet)
+        code = _run(replace(scene, target=target), out, wait_s, allow_busy, count, ray, quiet)
     raise typer.Exit(code)
 
 
-def _run(scene: Scenario, out: Path, wait_s: float, busy_ok: bool, quiet: bool) -> int:
+def _run(
+    scene: Scenario, out: Path, wait_s: float, busy_ok: bool, shards: int | None, ray: str | None, quiet: bool
+) -> int:
     from loadgen import supervise  # brings the client and numpy: half a second that --help need not wait for
 
-    plan = supervise.Plan(out, wait_s=wait_s, busy_ok=busy_ok, argv=_redacted(sys.argv[1:]))
+    argv = _redacted(sys.argv[1:])
+    plan = supervise.Plan(out, shards=shards, ray=ray, wait_s=wait_s, busy_ok=busy_ok, argv=argv)
     with _view(scene.name, quiet) as view:
         folder, verdict = supervise.run(scene, plan, view)
     _print_result(folder, verdict)
@@ -165,11 +202,41 @@ def _target(target: Target, url: str | None, model: str | None, api_key_env: str
     return target
 
 
+def _asking(target: Target, dialect: str | None, headers: list[str] | None, extra_body: str | None) -> Target:
+    """The target, asked as these options say."""
+    if dialect is not None:
+        plugins.load("dialects", dialect)
+        target = replace(target, dialect=dialect, endpoint=None)
+    for line in headers or []:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise UserError("--header: write it like 'Name: value'")
+        target = replace(target, headers={**target.headers, name.strip(): value.strip()})
+    if extra_body is not None:
+        try:
+            more = orjson.loads(extra_body)
+        except orjson.JSONDecodeError as error:
+            raise UserError(f"--extra-body: not JSON ({error})") from None
+        if not isinstance(more, dict):
+            raise UserError("""--extra-body: write an object, like '{"top_k": 1}'""")
+        target = replace(target, extra_body={**target.extra_body, **more})
+    return target
+
+
 def _checked_url(url: str) -> str:
     """The server's base address: scheme and host must stand, a trailing /v1 is what people paste."""
     if not re.match(r"https?://[^/\s]+", url):
         raise UserError(f"{url}: not a URL of a server; write it like http://127.0.0.1:8000")
     return re.sub(r"(/v1)?/*$", "", url)
+
+
+def _shards(text: str) -> int | None:
+    """None for `auto`."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--shards {text}: write a number from 1 up, or auto")
+    return int(text)
 
 
 def _duration(flag: str, text: str | None) -> Seconds | None:
@@ -344,7 +411,10 @@ _LIMITS = Limits()
 def probe(
     url: Annotated[str, typer.Argument(help="The server, for example http://127.0.0.1:8000.")],
     model: Model = None,
+    dialect: Dialect = None,
     api_key_env: KeyEnv = None,
+    header: Headers = None,
+    extra_body: ExtraBody = None,
     prompt: Annotated[str, typer.Option(help="What to ask.")] = "Say hello in one short sentence.",
     max_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 64,
     ignore_eos: Annotated[bool, typer.Option(help="Make the answer exactly --max-tokens long.")] = False,
@@ -369,7 +439,8 @@ def probe(
         progress_timeout=_duration("--progress-timeout", progress_timeout) or Seconds(0),
         timeout=_duration("--timeout", timeout) or Seconds(0),
     )
-    target = replace(_target(Target(), url, model, api_key_env), endpoint=endpoint)
+    target = _asking(_target(Target(), url, model, api_key_env), dialect, header, extra_body)
+    target = replace(target, endpoint=endpoint)
     headers = secrets.headers(target)
 
     async def ask() -> bool:
@@ -397,6 +468,26 @@ def probe(
     import uvloop
 
     raise typer.Exit(0 if uvloop.run(ask()) else 1)
+
+
+@app.command()
+def selftest(
+    quick: Annotated[bool, typer.Option("--quick", help="A third of a minute: fewer streams.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as one JSON object.")] = False,
+) -> None:
+    """Is loadgen right on this machine? A minute against a scripted server; PASS (exit 0) or FAIL (1)."""
+    from loadgen.selftest import suite
+
+    if errors.is_terminal:
+        with errors.status("") as status:
+            report = suite.run(quick, lambda text: status.update(Text(text)))
+    else:
+        report = suite.run(quick, lambda text: errors.print(text, markup=False, soft_wrap=True))
+    if as_json:
+        sys.stdout.write(suite.as_json(report).decode() + "\n")
+    else:
+        plain.print(suite.table(report), markup=False)
+    raise typer.Exit(0 if report.overall == "PASS" else 1)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

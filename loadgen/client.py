@@ -1,17 +1,16 @@
 """The streaming HTTP client: own connections, own clock stamps, hard limits; one Outcome per request.
 
-On the way of a byte: the event loop hands a read to `_Connection.data_received`, which stamps it before anything else
-and lets `http1.Response` frame it. Decoding waits for the end of the loop's turn and is done in slices of at most 1 ms,
-so that no stream's decoding delays another stream's stamp. Not aiohttp: its own queues move arrival times by up to
-40 ms at a few hundred streams. What a server does wrong is in the Outcome; only `get_json` and its like raise.
+On the way of a byte: a reader of `receive` takes it from its socket with the time of its arrival and lets
+`http1.Response` frame it. Decoding waits for the end of the loop's turn and is done in slices of at most 1 ms, so that
+no stream's decoding delays another stream's read. Not aiohttp: its own queues move arrival times by up to 40 ms at a
+few hundred streams. What a server does wrong is in the Outcome; only `get_json` and its like raise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import socket
-import ssl
 from collections import deque
 from collections.abc import Mapping
 from types import ModuleType
@@ -20,20 +19,20 @@ from typing import Any, TypeVar, cast
 import orjson
 
 from loadgen import __version__
-from loadgen.address import ConnectError, connect_failure, parse_url, reason, tls_context
+from loadgen.address import ConnectError, Route, routes
 from loadgen.answer import ERROR_BODY_BYTES, MAX_BODY_BYTES, Answer, told
 from loadgen.clock import now_ns
+from loadgen.connect import connect
 from loadgen.dialects import Dialect, one_line
-from loadgen.exchange import Exchange, Sink, ns
+from loadgen.exchange import Exchange, Sink
 from loadgen.http1 import request_head, with_length
+from loadgen.receive import Connection, KernelReaders
 from loadgen.types import Limits, NotReadyError, Outcome, Request, Seconds, Target, UserError
 
 T = TypeVar("T")
 
 # Decoding in one turn of the loop; a stamp is late by at most this much because of it.
 SLICE_NS = 1_000_000
-# One write: encrypting it takes about 0.1 ms, so that a body of 16 MiB is 64 short turns instead of one long one.
-WRITE_BYTES = 256 * 1024
 # How long `close` waits for connections to be gone.
 CLOSE_S = 1.0
 
@@ -59,119 +58,38 @@ class Body:
     def begin(self, status: int, headers: Mapping[str, str], wall_ns: int) -> None:
         self.status, self.headers = status, headers
 
+    def quick(self, data: bytes, at_ns: int) -> bool:
+        return False
+
     def piece(self, data: bytes, at_ns: int) -> None:
         self.last_ns = at_ns  # any byte is progress here
         self.content += data[: MAX_BODY_BYTES - len(self.content)]
 
 
-class _Connection(asyncio.Protocol):
-    """One connection of the pool. It only moves bytes, and stamps them."""
+class Server:
+    """One server of the target: the way there, the head of a request, and the connections that are free."""
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.transport: asyncio.Transport | None = None
-        self.exchange: Exchange | None = None
-        self.served = 0
-        self._rest: memoryview | None = None
-        self._blocked = False
-        self._paused = False
-        self.gone: asyncio.Future[None] = client.loop.create_future()
+    __slots__ = ("idle", "post", "route")
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
-        # resume_writing shall mean that the buffer is empty: that moment is `sent`. (With a high mark of 0 the TLS
-        # transport would pause at every write, also when nothing waits.)
-        self.transport.set_write_buffer_limits(high=1, low=0)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.client.connections.add(self)
+    def __init__(self, route: Route, post: bytes) -> None:
+        self.route = route
+        self.post = post
+        self.idle: list[Connection] = []
 
-    def data_received(self, data: bytes) -> None:
-        at_ns = now_ns()
-        if self.exchange is not None:
-            self.exchange.received(data, at_ns)
-        else:
-            self.abort()  # nobody asked: a time-out notice, or the rest of an answer that was too long
-
-    def eof_received(self) -> None:
-        at_ns = now_ns()
-        if self.exchange is not None:
-            self.exchange.lost(None, at_ns)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        at_ns = now_ns()
-        self.client.connections.discard(self)
-        if self.exchange is not None:
-            self.exchange.lost(exc, at_ns)
-        if not self.gone.done():
-            self.gone.set_result(None)
-
-    def pause_writing(self) -> None:
-        self._blocked = True
-
-    def resume_writing(self) -> None:
-        self._blocked = False
-        self._written()
-
-    def start(self, exchange: Exchange, head: bytes, body: bytes) -> None:
-        assert self.transport is not None
-        self.exchange = exchange
-        exchange.connection = self
-        whole = len(body) <= WRITE_BYTES
-        self._rest = None if whole else memoryview(body)
-        exchange.writing(now_ns())
-        self.transport.write(head + body if whole else head)
-        if not self._blocked:
-            self._written()
-
-    def _written(self) -> None:
-        exchange = self.exchange
-        if exchange is None or self.transport is None or self.transport.is_closing():
-            return
-        at_ns = now_ns()
-        if self._rest is None:
-            if exchange.sent_ns is None:
-                exchange.sent(at_ns)
-            return
-        exchange.writing(at_ns)
-        self.client.loop.call_soon(self._write_on)
-
-    def _write_on(self) -> None:
-        if self._rest is None or self.transport is None or self.transport.is_closing():
-            return
-        piece, rest = self._rest[:WRITE_BYTES], self._rest[WRITE_BYTES:]
-        self._rest = rest if len(rest) else None
-        self.transport.write(piece)
-        if not self._blocked:
-            self._written()
-
-    def pause(self) -> None:
-        if not self._paused and self.transport is not None:
-            self._paused = True
-            self.transport.pause_reading()
-
-    def resume(self) -> None:
-        if self._paused and self.transport is not None and not self.transport.is_closing():
-            self._paused = False
-            self.transport.resume_reading()
-
-    @property
-    def alive(self) -> bool:
-        return self.transport is not None and not self.transport.is_closing()
-
-    def abort(self) -> None:
-        """Close now, whatever is under way: the server is to notice."""
-        self._rest = None
-        if self.transport is not None:
-            self.transport.abort()
+    def kept(self) -> Connection | None:
+        """The connection used last: the others may grow old and be closed by the server."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.alive:
+                return connection
+        return None
 
 
 class Client:
     """Requests to one target. `headers` are the caller's, secrets included; they are sent and never shown.
 
-    `connections` bounds the open ones; a request beyond them waits, and its wait is `queue_ns`. It belongs to the loop
-    that first uses it.
+    `connections` bounds the open ones; a request beyond them waits, and its wait is `queue_ns`. `kernel_times` False
+    leaves the kernel's receive times alone. It belongs to the loop that first uses it.
     """
 
     def __init__(
@@ -183,28 +101,28 @@ class Client:
         model: str,
         headers: Mapping[str, str],
         connections: int,
+        kernel_times: bool = True,
     ) -> None:
         self.target = target
         self.limits = limits
         self.dialect = cast(Dialect, dialect)
         self.model = model
-        self.connections: set[_Connection] = set()
+        self.connections: set[Connection] = set()
         self.connections_opened = 0
-        self.last_token_ns: int | None = None
-        self._address = parse_url(target.url)
-        self._tls = tls_context(target.verify_tls) if self._address.tls else None
         self._headers = {
-            "host": self._address.authority,
             "user-agent": f"loadgen/{__version__}",
             "accept": "text/event-stream, application/json",
             "accept-encoding": "identity",
             "content-type": "application/json",
         } | {name.lower(): value for name, value in {**target.headers, **headers}.items()}
         self._secrets = _secret_words(headers)
-        self._post = self._head("POST", self._address.path(target.endpoint or dialect.PATH))
+        ways = routes(target, os.environ)
+        self._servers = [Server(way, self._head("POST", way, target.endpoint or dialect.PATH)) for way in ways]
+        self._kernel_times = kernel_times
+        self.kernel: KernelReaders | None = None
+        self._last_token_ns: int | None = None
         self._free = max(1, connections)
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._idle: list[_Connection] = []
         self._active: set[Exchange] = set()
         self._ready: deque[Exchange] = deque()
         self._decoding = False
@@ -220,15 +138,30 @@ class Client:
     def in_flight(self) -> int:
         return len(self._active)
 
+    @property
+    def last_token_ns(self) -> int | None:
+        """When any stream last gave a token; None before the first."""
+        last = [at_ns for exchange in self._active if (at_ns := exchange.sink.last_ns) is not None]
+        if last:
+            self._last_token_ns = max(self._last_token_ns or 0, *last)
+        return self._last_token_ns
+
     async def send(self, request: Request, body: bytes) -> Outcome:
         """Send one encoded request and follow its answer to the end. Raises nothing but CancelledError."""
         answer = Answer(request, self.dialect)
         outcome = answer.outcome
-        exchange = await self._perform(answer, self._post, body, self.limits, outcome)
+        number = request.server % len(self._servers)
+        server = self._servers[number]
+        if len(self._servers) > 1:
+            outcome.tags["server"] = str(number)
+        exchange = await self._perform(answer, server, server.post, body, self.limits, outcome)
         assert exchange.end is not None
         outcome.sent_ns, outcome.first_byte_ns = exchange.sent_ns, exchange.first_byte_ns
+        outcome.times, outcome.lags_ns = exchange.times, exchange.lags_ns
         if exchange.paused:
             outcome.flags.add("client_backlog")
+        if exchange.stepped:
+            outcome.flags.add("clock_step")
         answer.conclude(exchange.end)
         if outcome.error_message is not None:
             outcome.error_message = self._clean(outcome.error_message)
@@ -252,6 +185,9 @@ class Client:
             connection.abort()
         if gone:
             await asyncio.wait(gone, timeout=CLOSE_S)
+        if self.kernel is not None:
+            self.kernel.close()
+            self.kernel = None
 
     # Control calls ---------------------------------------------------------------------------------------------------
 
@@ -271,8 +207,8 @@ class Client:
     async def _control(self, method: str, path: str, content: bytes, timeout_s: float) -> Body:
         body, seconds = Body(), Seconds(timeout_s)
         limits = Limits(min(seconds, self.limits.connect_timeout), seconds, seconds, seconds, seconds)
-        head = self._head(method, self._address.path(path))
-        exchange = await self._perform(body, head, content, limits, None)
+        server = self._servers[0]
+        exchange = await self._perform(body, server, self._head(method, server.route, path), content, limits, None)
         where = f"{self.target.url} {path}"
         end = exchange.end
         if end is not None and end.error_class is not None:
@@ -300,7 +236,9 @@ class Client:
 
     # One request -----------------------------------------------------------------------------------------------------
 
-    async def _perform(self, sink: Sink, head: bytes, body: bytes, limits: Limits, outcome: Outcome | None) -> Exchange:
+    async def _perform(
+        self, sink: Sink, server: Server, head: bytes, body: bytes, limits: Limits, outcome: Outcome | None
+    ) -> Exchange:
         """A seat in the pool, a connection, the exchange; and once more on a fresh connection, where a kept one proved
         to be closed before it gave a byte. The exchange that comes back has an `end`."""
         started = now_ns()
@@ -319,14 +257,14 @@ class Client:
                 finally:  # the seat may have been handed over in the very turn in which we were cancelled
                     seated = seat.done() and not seat.cancelled()
             queued = now_ns()
-            connection = self._kept()
+            connection = server.kept()
             if connection is None:
-                connection = await self._before(exchange, self.loop.create_task(self._connect(limits)))
+                connection = await self._before(exchange, self.loop.create_task(self._connect(server, limits)))
                 if outcome is not None:
                     outcome.connect_ns = now_ns() - queued
             if outcome is not None:
                 outcome.queue_ns = queued - started
-            await self._run(exchange, connection, head, body)
+            await self._run(exchange, server, connection, head, body)
             if connection.served and _stale(exchange):
                 self._active.discard(exchange)
                 exchange = Exchange(self.loop, self._decode_soon, sink, limits, started)
@@ -334,10 +272,10 @@ class Client:
                 again = now_ns()
                 if outcome is not None:
                     outcome.flags.add("stale_connection_retry")
-                connection = await self._before(exchange, self.loop.create_task(self._connect(limits)))
+                connection = await self._before(exchange, self.loop.create_task(self._connect(server, limits)))
                 if outcome is not None:
                     outcome.connect_ns = now_ns() - again
-                await self._run(exchange, connection, head, body)
+                await self._run(exchange, server, connection, head, body)
         except ConnectError as error:
             exchange.finish(error.error_class, str(error), now_ns())
         except asyncio.CancelledError:
@@ -350,6 +288,8 @@ class Client:
         finally:
             exchange.release()
             self._active.discard(exchange)
+            if (last_ns := sink.last_ns) is not None:
+                self._last_token_ns = max(last_ns, self._last_token_ns or 0)
             if seated:
                 self._leave()
         return exchange
@@ -373,7 +313,7 @@ class Client:
             if not waiter.done():
                 waiter.cancel()
 
-    async def _run(self, exchange: Exchange, connection: _Connection, head: bytes, body: bytes) -> None:
+    async def _run(self, exchange: Exchange, server: Server, connection: Connection, head: bytes, body: bytes) -> None:
         if exchange.end is None and connection.alive:
             connection.start(exchange, head, body)
         elif exchange.end is None:  # closed in the turn in which it was made
@@ -386,52 +326,20 @@ class Client:
             reusable = response.complete and response.keep_alive and not response.leftover
             if reusable and connection.alive and exchange.sent_ns is not None:
                 connection.served += 1
-                self._idle.append(connection)
+                server.idle.append(connection)
             else:
                 connection.abort()
 
-    def _kept(self) -> _Connection | None:
-        """The connection used last: the others may grow old and be closed by the server."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.alive:
-                return connection
-        return None
+    async def _connect(self, server: Server, limits: Limits) -> Connection:
+        kernel = self._kernel_readers if self._kernel_times else None
+        connection = await connect(server.route, limits.connect_timeout, self.connections, kernel)
+        self.connections_opened += 1
+        return connection
 
-    async def _connect(self, limits: Limits) -> _Connection:
-        """Try every address of the host in turn (`localhost` may be ::1 first and 127.0.0.1 only be served)."""
-        address, deadline_ns = self._address, now_ns() + ns(limits.connect_timeout)
-        where = address.authority
-        failure: ConnectError | None = None
-        try:
-            async with asyncio.timeout(limits.connect_timeout):
-                found = await self.loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        except TimeoutError:
-            raise ConnectError("dns_error", f"{address.host}: no answer from the resolver") from None
-        except (OSError, UnicodeError) as error:
-            raise ConnectError("dns_error", f"{address.host}: {reason(error)}") from None
-        hosts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-        for n, host in enumerate(hosts):
-            left_s = max(0.001, (deadline_ns - now_ns()) / 1e9 / (len(hosts) - n))
-            try:
-                async with asyncio.timeout(left_s):
-                    _, connection = await self.loop.create_connection(
-                        lambda: _Connection(self),
-                        host,
-                        address.port,
-                        ssl=self._tls,
-                        server_hostname=address.host if self._tls else None,
-                    )
-            except TimeoutError:
-                failure = ConnectError("connect_timeout", f"{where}: no connection within {limits.connect_timeout:g} s")
-            except (OSError, ssl.CertificateError) as error:
-                worse = connect_failure(error, where, self._tls is not None)
-                if failure is None or worse.error_class != "connect_refused":
-                    failure = worse
-            else:
-                self.connections_opened += 1
-                return connection
-        raise failure or ConnectError("dns_error", f"{address.host}: no address")
+    def _kernel_readers(self) -> KernelReaders:
+        if self.kernel is None:
+            self.kernel = KernelReaders(self.loop)
+        return self.kernel
 
     # Decoding between two looks at the sockets -----------------------------------------------------------------------
 
@@ -447,8 +355,6 @@ class Client:
             exchange = self._ready.popleft()
             if not exchange.decode(until_ns):
                 self._ready.append(exchange)
-            if (last_ns := exchange.sink.last_ns) is not None:
-                self.last_token_ns = max(last_ns, self.last_token_ns or 0)
             if now_ns() >= until_ns:
                 break
         self._decoding = bool(self._ready)
@@ -457,9 +363,9 @@ class Client:
 
     # Words -----------------------------------------------------------------------------------------------------------
 
-    def _head(self, method: str, path: str) -> bytes:
+    def _head(self, method: str, route: Route, path: str) -> bytes:
         try:
-            return request_head(method, path, self._headers)
+            return request_head(method, route.line(path), route.headers() | self._headers)
         except UnicodeEncodeError:
             raise UserError("headers: only characters of ISO 8859-1 can be sent in a header") from None
         except ValueError as error:

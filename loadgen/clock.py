@@ -41,3 +41,47 @@ def utc_stamp() -> str:
 def cpu_ns() -> int:
     """CPU time of this process, user and system, all threads."""
     return time.process_time_ns()
+
+
+# Brackets of one steady clock overlap, or miss each other by the rounding of the clocks; no clock is set by less than
+# this on purpose.
+STEADY_NS = 1_000
+
+
+class WallOffset:
+    """How far CLOCK_REALTIME, in which the kernel stamps, is ahead of CLOCK_MONOTONIC.
+
+    Slewing (NTP) bends both clocks alike, so the difference is a constant until somebody sets the clock or the machine
+    sleeps. Reading monotonic, real, monotonic brackets it; every bracket since the last step holds, so what is kept is
+    their intersection: after a few looks it is narrower than any single reading, whoever took the core meanwhile.
+    """
+
+    __slots__ = ("_high_ns", "_low_ns", "ns", "steps")
+
+    def __init__(self) -> None:
+        self._low_ns = self._high_ns = self.ns = 0
+        self.steps = 0
+        before_ns, real_ns = now_ns(), wall_ns()
+        self._set(real_ns - now_ns(), real_ns - before_ns)
+
+    def look(self) -> bool:
+        """Read the clocks; as `take`."""
+        before_ns, real_ns = now_ns(), wall_ns()
+        return self.take(before_ns, real_ns, now_ns())
+
+    def take(self, before_ns: int, real_ns: int, after_ns: int) -> bool:
+        """One bracket. False where the clock was set since the one before: what the kernel stamped before the step and
+        is converted after it would be wrong by the whole step."""
+        low_ns, high_ns = real_ns - after_ns, real_ns - before_ns
+        if low_ns > self._high_ns + STEADY_NS or high_ns < self._low_ns - STEADY_NS:
+            self._set(low_ns, high_ns)
+            self.steps += 1
+            return False
+        if low_ns > self._high_ns or high_ns < self._low_ns:
+            self._set(low_ns, high_ns)
+        elif low_ns > self._low_ns or high_ns < self._high_ns:
+            self._set(max(low_ns, self._low_ns), min(high_ns, self._high_ns))
+        return True
+
+    def _set(self, low_ns: int, high_ns: int) -> None:
+        self._low_ns, self._high_ns, self.ns = low_ns, high_ns, (low_ns + high_ns) // 2

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from loadgen import clock, mix, plugins, scenario
+from loadgen.gate import Start
 from loadgen.types import (
     ClassSpec,
     Draw,
@@ -55,7 +56,8 @@ CANNOT = frozenset({"wrong", "distractor", "garbage", "malformed", "empty"})
 class Sender(Protocol):
     """What the engine needs of a client. `last_token_ns`: when any stream last gave a token; None before the first."""
 
-    last_token_ns: int | None
+    @property
+    def last_token_ns(self) -> int | None: ...
 
     async def send(self, request: Request, body: bytes) -> Outcome: ...
     def abort_all(self) -> None: ...
@@ -111,6 +113,8 @@ class Phase:
         self.tally = Tally()
         self.dealt = asyncio.Event()
         self.closed = asyncio.Event()
+        if cards == 0:  # fewer cards than shards
+            self.dealt.set()
 
     def draw(self) -> bool:
         """Whether one more card may be played."""
@@ -121,6 +125,10 @@ class Phase:
             if self.cards_left == 0:
                 self.dealt.set()
         return True
+
+    def hold(self) -> None:
+        """Play no further card; the seats wait for the next phase."""
+        self.cards_left = 0
 
     def close(self) -> None:
         self.open = False
@@ -153,7 +161,11 @@ def inline(function: Callable[..., T], *args: Any) -> Awaitable[T]:
 
 
 class Engine:
-    """Runs a scenario's phases over one sender; `stop` may be pressed from outside."""
+    """Runs a scenario's phases over one sender; `stop` may be pressed from outside.
+
+    With a `gate`, phases begin when it says so, at the same moment in all shards, and end by duration at the same
+    moment too; without one each begins when the one before is over.
+    """
 
     def __init__(
         self,
@@ -164,6 +176,7 @@ class Engine:
         recorder: Recorder,
         shard: int = 0,
         shards: int = 1,
+        gate: Callable[[int, Collection[str]], Awaitable[Start]] | None = None,
         now_ns: Callable[[], int] = clock.now_ns,
         off_loop: Callable[..., Awaitable[Any]] = asyncio.to_thread,
     ) -> None:
@@ -172,6 +185,7 @@ class Engine:
         self.encode = encode
         self.recorder = recorder
         self.shard, self.shards = shard, shards
+        self.gate = gate
         self.now_ns = now_ns
         self.off_loop = off_loop
         self.stop = Stop()
@@ -181,30 +195,53 @@ class Engine:
         self.books = {name: _book(scene, name, spec) for name, spec in scene.classes.items()}
         self.degenerate = plugins.load("graders", "degenerate").grade
         self.graders: dict[str, Callable[[Request, Outcome], Grade]] = {}
+        self.shared: Iterator[mix.Card] | None = None
+        self.own: dict[str, Iterator[mix.Card]] = {}
+        self.counted = 0
 
     async def run(self) -> str:
         """Returns why it ended: `done`, `signal`, or `aborted` with its reason in the journal."""
         load: list[PhaseSpec] = []
-        for spec in [*self.scene.phases, None]:
+        for number, spec in enumerate([*self.scene.phases, None]):
             if spec is not None and spec.kind != "functional":
                 load.append(spec)  # warm-up flows into measuring without a drain between
                 continue
             if load and not self.stop.graceful.is_set():
-                await self._load(load)
+                await self._load(load, number - len(load))
                 load = []
             if self.stop.graceful.is_set():
                 break
-            if spec is not None and self.shard == 0:
-                await self._functional(spec)
-            if not self.classes:
-                self.recorder.event("note", text="no class is left to ask")
-                return "aborted"
-        return "signal" if self.stop.graceful.is_set() else "done"
+            if spec is not None:
+                await self._functional(spec, number)
+        if self.classes or self.stop.graceful.is_set():
+            return "signal" if self.stop.graceful.is_set() else "done"
+        if self.shard == 0:
+            self.recorder.event("note", text="no class is left to ask")
+        return "aborted"
+
+    async def _together(self, number: int) -> int:
+        """Waits until phase `number` may begin: when it began, in ns. What the functional phase left out in shard 0 is
+        then left out in all."""
+        if self.gate is None:
+            return self.now_ns()
+        asking = asyncio.ensure_future(self.gate(number, [n for n in self.scene.classes if n not in self.classes]))
+        await _first(asking, self.stop.graceful.wait())
+        if not asking.done() or asking.cancelled():
+            return self.now_ns()
+        start = asking.result()
+        for name in start.left_out:
+            self.classes.pop(name, None)
+        await _first(asyncio.sleep((start.at_ns - self.now_ns()) / 1e9), self.stop.graceful.wait())
+        return start.at_ns
 
     # -- functional: each class alone, before anything else --------------------------------------------------------
 
-    async def _functional(self, spec: PhaseSpec) -> None:
-        """Asks the items that the load will ask first, under another salt: what was right here was right before."""
+    async def _functional(self, spec: PhaseSpec, number: int) -> None:
+        """Asks the items that the load will ask first, under another salt: what was right here was right before. Only
+        shard 0 asks; the others wait at their next phase, so that the server is idle but for it."""
+        await self._together(number)
+        if self.shard != 0 or self.stop.graceful.is_set():
+            return
         phase = Phase(spec, None)
         self._announce(phase, 1)
         for name in list(self.classes):
@@ -227,12 +264,16 @@ class Engine:
 
     # -- load: all seats busy ----------------------------------------------------------------------------------------
 
-    async def _load(self, specs: list[PhaseSpec]) -> None:
-        """Seats live through all phases of `specs`; a conductor opens one phase after the other under them."""
+    async def _load(self, specs: list[PhaseSpec], number: int) -> None:
+        """Seats live through all phases of `specs`, the first of which is phase `number`; a conductor opens one phase
+        after the other under them."""
+        begin_ns = await self._together(number)
+        if self.stop.graceful.is_set() or not self.classes:
+            return
         for name, spec in self.scene.classes.items():
-            if name not in self.classes and spec.seats:
+            if name not in self.classes and spec.seats and self.shard == 0:
                 self.recorder.event("note", text=f"{spec.seats} reserved seats stay empty: {name} was left out")
-        phases = [Phase(s, _shard_count(s.count, self.shard, self.shards)) for s in specs]
+        phases = [Phase(s, self._part(s.count)) for s in specs]
         current = [phases[0]]
         seats = [asyncio.create_task(self._seat(n, cards, current)) for n, cards in self._deal()]
         if not seats:
@@ -240,11 +281,14 @@ class Engine:
             return
         begun: list[Phase] = []
         try:
-            for phase in phases:
+            for place, phase in enumerate(phases, number + 1):
                 current[0] = phase  # in one stretch with the close below: no seat ever sees a closed phase between two
                 begun.append(phase)
                 self._announce(phase, len(seats))
-                await self._until_over(phase, seats)
+                begin_ns = await self._until_over(phase, seats, begin_ns)
+                if phase.spec.count is not None and phase is not phases[-1] and not any(s.done() for s in seats):
+                    phase.hold()  # shards deal their parts at different speeds: the next phase waits for the slowest
+                    begin_ns = await self._together(place)
                 self._end(phase)
                 if self.stop.graceful.is_set():
                     break
@@ -261,17 +305,28 @@ class Engine:
     def _deal(self) -> list[tuple[int, Iterator[mix.Card]]]:
         """A stream of cards for each seat of this shard: reserved seats first, the others share the deck."""
         owners = [name for name, spec in self.scene.classes.items() for _ in range(spec.seats)]
-        own = {name: _own_cards(name, self.shard, self.shards) for name in owners}
+        for name in owners:
+            self.own.setdefault(name, _own_cards(name, self.shard, self.shards))
         weights = scenario.mixed_weights(self.classes)
-        shared = mix.deal(weights, self.scene.seed, self.shard, self.shards) if weights else None
+        if weights and self.shared is None:
+            # one deck for the whole run: dealt anew for a later load, it would give two shards the same items
+            deck = mix.deal(weights, self.scene.seed, self.shard, self.shards)
+            self.shared = (card for card in deck if card.cls in self.classes)
         dealt: list[tuple[int, Iterator[mix.Card]]] = []
         for seat in range(self.shard, self.scene.concurrency, self.shards):
             if seat < len(owners):
                 if owners[seat] in self.classes:
-                    dealt.append((seat, own[owners[seat]]))
-            elif shared is not None:
-                dealt.append((seat, shared))
+                    dealt.append((seat, self.own[owners[seat]]))
+            elif weights and self.shared is not None:
+                dealt.append((seat, self.shared))
         return dealt
+
+    def _part(self, count: int | None) -> int | None:
+        """This shard's part of a count: those of the next `count` cards of the whole deck that are its own."""
+        if count is None:
+            return None
+        first, self.counted = self.counted, self.counted + count
+        return len(range(self.shard, self.counted, self.shards)) - len(range(self.shard, first, self.shards))
 
     async def _seat(self, seat: int, cards: Iterator[mix.Card], current: list[Phase]) -> None:
         quick_failures = 0
@@ -372,16 +427,20 @@ class Engine:
         phase.close()
         self.recorder.event("phase_end", phase=phase.spec.label, **phase.tally.fields())
 
-    async def _until_over(self, phase: Phase, seats: list[asyncio.Task[None]]) -> None:
-        """By count, by duration, by a stop; a seat that breaks ends the phase instead of going unnoticed."""
+    async def _until_over(self, phase: Phase, seats: list[asyncio.Task[None]], begin_ns: int) -> int:
+        """By count, by duration, by a stop; a seat that breaks ends the phase instead of going unnoticed. When it was
+        over: where shards keep step, the moment that was due and not when we woke."""
+        end_ns = None if phase.spec.duration is None else begin_ns + round(phase.spec.duration * 1e9)
         waits = [
             phase.dealt.wait(),
             self.stop.graceful.wait(),
             asyncio.wait(seats, return_when=asyncio.FIRST_COMPLETED),
         ]
-        if phase.spec.duration is not None:
-            waits.append(asyncio.sleep(phase.spec.duration))
+        if end_ns is not None:
+            waits.append(asyncio.sleep((end_ns - self.now_ns()) / 1e9))
         await _first(*waits)
+        now = self.now_ns()
+        return now if self.gate is None or end_ns is None else min(now, end_ns)
 
     async def _drain(self, phases: list[Phase], *tasks: asyncio.Task[Any]) -> dict[Phase, int]:
         """Wait for what still runs, at most the last phase's drain limit, then cut it; how many were cut per phase."""
@@ -420,11 +479,6 @@ def _own_cards(name: str, shard: int, shards: int) -> Iterator[mix.Card]:
     return (mix.Card(name, item) for item in count(shard, shards))
 
 
-def _shard_count(count: int | None, shard: int, shards: int) -> int | None:
-    """This shard's part of a count: card numbers shard, shard + shards, … below it."""
-    return None if count is None else len(range(shard, count, shards))
-
-
 async def _first(*awaitables: Awaitable[Any]) -> None:
     """Return when the first of them is done; the others are cancelled."""
     tasks = [asyncio.ensure_future(a) for a in awaitables]
@@ -439,6 +493,7 @@ async def _first(*awaitables: Awaitable[Any]) -> None:
 async def watch_health(engine: Engine, cpu_ns: Callable[[], int], rss_bytes: Callable[[], int | None]) -> None:
     """The generator's own samples, once a second until cancelled: without them no latency of ours is worth anything."""
     now_ns = engine.now_ns
+    own = {"shard": str(engine.shard)} if engine.shards > 1 else {}
     mark_ns, mark_cpu_ns = now_ns(), cpu_ns()
     worst_lag_ns = 0
     while True:
@@ -460,7 +515,7 @@ async def watch_health(engine: Engine, cpu_ns: Callable[[], int], rss_bytes: Cal
             else (at - engine.sender.last_token_ns) / 1e9,
             **{f"{word}_total": number for word, number in engine.total.fields().items()},
         }
-        samples = [Sample("client", metric, value, at) for metric, value in values.items() if value is not None]
-        samples += [Sample("client", "in_flight", n, at, {"cls": cls}) for cls, n in engine.in_flight.items()]
+        samples = [Sample("client", metric, value, at, own) for metric, value in values.items() if value is not None]
+        samples += [Sample("client", "in_flight", n, at, {"cls": cls, **own}) for cls, n in engine.in_flight.items()]
         engine.recorder.samples(samples)
         mark_ns, mark_cpu_ns, worst_lag_ns = at, used_ns, 0

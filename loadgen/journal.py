@@ -255,11 +255,29 @@ class SampleWriter:
             line: dict[str, object] = {
                 "at": digest.at_ns,
                 "monitor": key[1],
-                "values": {metric: [_short(v) for v in of] for metric, of in digest.values.items()},
+                "values": {metric: compact(*map(_short, of)) for metric, of in digest.values.items()},
             }
             if key[2]:
                 line["labels"] = dict(key[2])
             self._file.append(line)
+
+
+def compact(low: float, high: float, last: float, n: float) -> float | list[float]:
+    """A second of one metric in as few numbers as say it: `v` for one reading, `[v, n]` for n equal ones, else
+    `[min, max, last, n]`. Most metrics stand still in most seconds: it halves the files of a night."""
+    if not low == high == last:
+        return [low, high, last, n]
+    return last if n == 1 else [last, n]
+
+
+def expand(value: float | list[float]) -> tuple[float, float, float, int]:
+    """What `compact` wrote, as (min, max, last, n)."""
+    if not isinstance(value, list):
+        return value, value, value, 1
+    if len(value) == 2:
+        return value[0], value[0], value[0], int(value[1])
+    low, high, last, n = value
+    return low, high, last, int(n)
 
 
 def _happening(sample: Sample) -> dict[str, object]:

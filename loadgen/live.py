@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.hist import Hist
+from loadgen.journal import expand
 from loadgen.types import Json
 
 # Tokens per second are those of answers that ended within this.
@@ -32,7 +33,7 @@ _TOLD = {
     "class_left_out": "{cls} left out: {why}",
     "signal": "{name}: stopping, press again to stop at once",
     "lane_exit": "the {lane} monitors ended with code {rc}",
-    "shard_exit": "engine {shard} ended with code {rc}",
+    "shard_exit": "engine {shard} is lost ({rc}): {text}",
     "note": "{text}",
 }
 # Calm bookkeeping of monitors, no news.
@@ -45,6 +46,7 @@ class ClassProgress:
     failed: int = 0
     wrong: int = 0
     in_flight: int = 0
+    left_out: bool = False
     ttft: Hist = field(default_factory=Hist)
     tokens: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -74,6 +76,9 @@ class Progress:
     last_done_ns: int | None = None
     ended: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
+    # What each shard has, added up for the eye: seats by shard, requests in flight by class ("" is all) and shard.
+    _seats: dict[str, int] = field(default_factory=dict)
+    _flying: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def look(self) -> None:
         for path in sorted(self.folder.glob("*.jsonl")):
@@ -131,9 +136,11 @@ class Progress:
                 self.events.append((record["at"], f"{monitor}: {record['metric']} {text}".rstrip()))
             return
         labels = record.get("labels", {})
-        for metric, (low, high, last, _) in record.get("values", {}).items():
-            if monitor == "client" and "cls" in labels:
-                self.classes[labels["cls"]].in_flight = int(last)
+        for metric, value in record.get("values", {}).items():
+            low, high, last, _ = expand(value)
+            if monitor == "client" and metric == "in_flight":
+                self._flying[labels.get("cls", ""), labels.get("shard", "")] = last
+                self._add_up()
                 continue
             key = f"{monitor}.{metric}"
             self.now[key] = last
@@ -143,15 +150,36 @@ class Progress:
     def _event(self, record: Json) -> None:
         kind = record.get("event", "")
         if kind == "phase_start":
+            if record["phase"] != self.phase:
+                self._seats.clear()
+            elif self._seats:
+                kind = "phase_start_too"  # of another shard: no news
+            self._seats[record.get("by", "")] = record.get("concurrency", 0)
             self.phase, self.phase_start_ns = record["phase"], record["at"]
             self.phase_duration_s = record.get("duration_s")
-            self.seats = record.get("concurrency", self.seats)
+            self.seats = sum(self._seats.values())
             self.drain_s, self.draining = record.get("drain_s") or 0.0, False
-        elif kind == "phase_end":
+        elif kind == "shard_exit":
+            for cls, shard in [key for key in self._flying if key[1] == str(record.get("shard"))]:
+                self._flying[cls, shard] = 0
+            self._add_up()
+        elif kind == "phase_end" and record.get("phase") == self.phase:
             self.draining, self.drain_start_ns = True, record["at"]
+        elif kind == "class_left_out":
+            self.classes[record["cls"]].left_out = True
         self.ended = self.ended or kind == "run_end"
         if kind in _TOLD and not (kind.endswith("_exit") and record.get("rc") == 0):
             self.events.append((record["at"], _TOLD[kind].format_map(defaultdict(str, record))))
+
+    def _add_up(self) -> None:
+        sums: dict[str, float] = defaultdict(float)
+        for (cls, _), number in self._flying.items():
+            sums[cls] += number
+        for cls, number in sums.items():
+            if cls:
+                self.classes[cls].in_flight = int(number)
+            else:
+                self.now["client.in_flight"] = number
 
     def left_s(self, now_ns: int) -> float | None:
         """Of the phase, or of its drain; None where a phase ends by count."""
@@ -217,6 +245,7 @@ def table(progress: Progress, title: str, now_ns: int) -> RenderableType:
         wrong = Text(str(about.wrong), "bold red" if about.wrong else "")
         p50, p95 = about.ttft.quantile(0.5), about.ttft.quantile(0.95)
         rate = f"{about.tokens_per_s(now_ns):,.1f}"
+        name = f"{name} (left out)" if about.left_out else name
         grid.add_row(name, str(about.in_flight), str(about.done), failed, wrong, _ms(p50), _ms(p95), rate)
     parts: list[RenderableType] = [head, grid, Text(", ".join(_machine(progress)), "cyan")]
     if progress.last_done_ns is not None and (age_s := (now_ns - progress.last_done_ns) / 1e9) > 10:

@@ -237,7 +237,10 @@ async def _generate(scene: Scenario, client: Client, facts: Facts) -> Facts:
 
 async def _calibrate(scene: Scenario, client: Client, facts: Facts) -> tuple[Scenario, Facts]:
     """Template overhead and tokens per word from `usage` of three tiny requests; where a server does not tell, lengths
-    stay estimates and the facts say so."""
+    stay estimates and the facts say so. An API that generates nothing has no template, and is not asked."""
+    if not plugins.load("dialects", scene.target.dialect).STREAMS:
+        facts = replace(facts, lengths=f"estimated: {scene.target.dialect} is not calibrated")
+        return replace(scene, calibration=Calibration(0, None, facts.context_tokens, facts.slots)), facts
     points = [(int(r.expect["words"]), n) for r, n in await _counted(scene, client, calibrate.probes(scene.seed))]
     line = calibrate.fit(points) if len({words for words, _ in points}) > 1 else None
     if line is None:
@@ -255,6 +258,8 @@ async def _calibrate(scene: Scenario, client: Client, facts: Facts) -> tuple[Sce
 
 async def _calibrate_frames(scene: Scenario, client: Client) -> Scenario:
     """Classes that aim at an exact length have a frame (question, needles) whose tokens a few probes measure."""
+    if not plugins.load("dialects", scene.target.dialect).STREAMS:
+        return scene
     classes = dict(scene.classes)
     for name, spec in scene.classes.items():
         module = plugins.load("workloads", spec.workload or name)

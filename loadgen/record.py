@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import re
 import threading
 from array import array
 from collections import deque
@@ -31,6 +32,7 @@ from loadgen.journal import (
     Reading,
     SampleWriter,
     dumps,
+    expand,
     header,
     read_header,
     read_lines,
@@ -330,6 +332,62 @@ class _Windows:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A shard of another machine
+
+# The moments in a line of ours, whatever it records; all else that ends in _ns is a duration.
+MOMENTS = frozenset({
+    "at", "mono_ns", "due_ns", "sent_ns", "first_byte_ns", "first_ns", "first_output_ns", "last_ns", "done_ns",
+})  # fmt: skip
+_LOG_HEAD = re.compile(rb"(#\[loadgen\.windows/1 mono_ns=)(\d+)")
+
+
+def shard_files(shard: int) -> tuple[str, ...]:
+    """What one shard writes."""
+    return (
+        f"outcomes-{shard}.jsonl", f"windows-{shard}.hlog", f"samples-engine-{shard}.jsonl", "journal.jsonl",
+        f"stderr-shard-{shard}.txt",
+    )  # fmt: skip
+
+
+class Foreign:
+    """The files of a shard that runs elsewhere, appended to here as they come, its moments put into our clock."""
+
+    def __init__(self, folder: Path, shard: int) -> None:
+        self._files = {name: Appender(folder / name, None) for name in shard_files(shard)}
+
+    def add(self, name: str, data: bytes, ahead_ns: int) -> None:
+        """Whole lines; our clock is `ahead_ns` ahead of the shard's. A window keeps the slices of the shard's clock."""
+        file = self._files[name]
+        for line in data.splitlines():
+            if name.endswith(".jsonl"):
+                line = moved(line, ahead_ns)
+                if name == "journal.jsonl" and b'"schema"' in line:
+                    continue  # ours has a head
+            elif name.endswith(".hlog"):
+                line = _LOG_HEAD.sub(lambda found: found[1] + b"%d" % (int(found[2]) + ahead_ns), line)
+            file.append_raw(line)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def moved(line: bytes, ahead_ns: int) -> bytes:
+    """A line with its moments put into a clock that is `ahead_ns` ahead; one that cannot be read stays as it is, and
+    the reader will count it."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return line
+    if not isinstance(record, dict):
+        return line
+    for name in MOMENTS & record.keys():
+        if isinstance(record[name], int):
+            record[name] += ahead_ns
+    return orjson.dumps(record)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Whole files
 
 
@@ -469,17 +527,21 @@ class Run:
 
     @cached_property
     def phases(self) -> tuple[PhaseSpan, ...]:
-        """In order of their start. A phase that not every shard ended has no end."""
+        """In order of their start. A phase that not every shard ended has no end, but for shards that were lost."""
         spans = []
+        lost = {f"shard-{e.get('shard')}" for e in self.events("shard_exit") if e.get("rc") != 0}
         starts: dict[str, list[Json]] = {}
         for start in self.events("phase_start"):
             starts.setdefault(str(start.get("phase")), []).append(start)
         for name, begun in starts.items():
-            ends = [e["at"] for e in self.events("phase_end") if str(e.get("phase")) == name]
-            drains = [e["at"] for e in self.events("phase_drained") if str(e.get("phase")) == name]
+            shards = [by for e in begun if (by := e.get("by")) not in lost] or [e.get("by") for e in begun]
+            ends, drains = (
+                [e["at"] for e in self.events(what) if str(e.get("phase")) == name and e.get("by") in shards]
+                for what in ("phase_end", "phase_drained")
+            )
             kind: PhaseKind = begun[0].get("kind", "measure")
-            end_ns = max(ends) if len(ends) >= len(begun) else None
-            drained_ns = max(drains) if len(drains) >= len(begun) else None
+            end_ns = max(ends) if len(ends) >= len(shards) else None
+            drained_ns = max(drains) if len(drains) >= len(shards) else None
             spans.append(PhaseSpan(name, kind, begun[0]["at"], end_ns, drained_ns))
         return tuple(spans)
 
@@ -614,5 +676,5 @@ def _digests_of(line: Json, metric: str | None) -> Iterator[Digest]:
     values = line["values"]
     for name in values if metric is None else (metric,):
         if name in values:
-            low, high, last, n = values[name]
-            yield Digest(monitor, name, at_ns, float(low), float(high), float(last), int(n), labels)
+            low, high, last, n = expand(values[name])
+            yield Digest(monitor, name, at_ns, float(low), float(high), float(last), n, labels)

@@ -146,7 +146,8 @@ def _events_line(events: Sequence[Event]) -> str:
 
 
 def _generator_line(s: Summary) -> str:
-    of = {e.metric: e for e in s.extremes if e.monitor == "client"}
+    own = sorted((e for e in s.extremes if e.monitor == "client"), key=lambda e: e.value)
+    of = {e.metric: e for e in own}  # of several shards the worst
     said = []
     if "loop_lag_ms" in of:
         said.append(f"loop lag at most {of['loop_lag_ms'].value:.1f} ms")

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import orjson
+
 from loadgen.types import Target, UserError
+
+# All headers as JSON, from a supervisor to its children, on this machine or another: the key may not be known there.
+HANDED_ON = "LOADGEN_TARGET_HEADERS"
 
 
 def headers(target: Target) -> dict[str, str]:
@@ -24,3 +29,9 @@ def headers(target: Target) -> dict[str, str]:
         except OSError as error:
             raise UserError(f"target.api_key: {secret.file} cannot be read ({error.strerror})") from None
     return {"Authorization": f"Bearer {key}", **found}
+
+
+def handed_on() -> dict[str, str]:
+    """The headers that the supervisor handed on; none in a process that nobody started so."""
+    found: dict[str, str] = orjson.loads(os.environ.get(HANDED_ON) or "{}")
+    return found

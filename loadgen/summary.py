@@ -19,7 +19,7 @@ import numpy as np
 
 from loadgen import __version__, strict
 from loadgen.hist import Hist, tag_part
-from loadgen.rules import SECOND, measured, readings, serving, start_ns
+from loadgen.rules import SECOND, measured, per_shard, serving, start_ns
 from loadgen.stats import PERCENTILES, quantiles
 from loadgen.types import Digest, Finding, Json, Verdict
 
@@ -415,9 +415,8 @@ def _watched(run: Run) -> tuple[list[Extreme], list[Event]]:
 
 def _rss_spread(run: Run) -> float | None:
     """How far the generator's own memory moved over the last half of the measured time: a leak of ours would show."""
-    rss = readings(run, "client", "rss_bytes", measured(run))
-    late = rss.last[len(rss) // 2 :]
-    return float(late.max() - late.min()) if len(late) > 1 else None
+    late = [rss.last[len(rss) // 2 :] for rss in per_shard(run, "rss_bytes", measured(run)).values()]
+    return max((float(half.max() - half.min()) for half in late if len(half) > 1), default=None)
 
 
 def _started(run: Run) -> str | None:

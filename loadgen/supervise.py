@@ -1,7 +1,8 @@
 """One run from start to verdict: run folder, preflight, monitor lanes, engine shards, signals, judgement.
 
 The supervisor sends no load and measures nothing. It starts processes that share only the run folder with it and with
-each other, shows what they write, passes signals on, and judges when they are done or dead.
+each other, says to several shards when a phase begins, shows what they write, passes signals on, and judges when they
+are done or dead. A shard that dies is named and never replaced: its load, moved elsewhere, would be another test.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,9 +23,10 @@ import orjson
 
 from loadgen import child, clock, fingerprint, plugins, preflight, scenario, secrets, strict, verdict
 from loadgen.client import Client
+from loadgen.gate import Barrier, Crew, Exit, Shard, Start
 from loadgen.live import Progress
 from loadgen.record import Journal, write_json, write_text
-from loadgen.types import Lane, Scenario, UserError, Verdict
+from loadgen.types import Json, Lane, Scenario, UserError, Verdict
 
 LANES: tuple[Lane, ...] = ("fast", "gpu", "slow")
 # The monitors of a scenario that names none.
@@ -39,7 +41,12 @@ HURRY_S = 2.0
 LANE_END_S = 3.0
 # A run folder is not begun on a disk with less free space than this: an hour of a busy soak takes a few MB.
 MIN_FREE_BYTES = 64 << 20
-HEADERS_ENV = "LOADGEN_TARGET_HEADERS"
+# Between the last READY and the start of a phase: two looks of a shard at its pipe on a busy box.
+LEAD_S = 0.5
+# A shard that has not said READY by then (imports take 1 s on an idle core) will not.
+READY_S = 60.0
+# Streams that one engine carries on one core with room to spare (notes on performance: 256 to 512).
+SEATS_PER_SHARD = 256
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -52,14 +59,68 @@ class View(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to run a scenario, besides what the scenario says."""
+    """How to run a scenario, besides what the scenario says. `shards` None: as many as its seats need; `ray`: the
+    address of a Ray cluster that runs them, or `local`; None: processes of this machine."""
 
     out: Path
-    shards: int = 1
+    shards: int | None = 1
+    ray: str | None = None
     wait_s: float = 0.0
     busy_ok: bool = False
     monitor_root: str = "/"
     argv: list[str] = field(default_factory=list)
+
+
+class _LocalShard:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], stderr: Path) -> None:
+        self.number, self.process, self.stderr = number, process, stderr
+        self.about: Json = {"pid": process.pid}
+        self.talk = child.Talk(process) if process.stdin is not None else None
+        self.why: str | None = None
+
+    def heard(self) -> list[bytes]:
+        return self.talk.heard() if self.talk is not None else []
+
+    def begin(self, start: Start) -> None:
+        assert self.talk is not None
+        self.talk.tell(start.line())
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def lose(self, why: str) -> None:
+        self.why = why
+        self.process.kill()
+
+    def exit(self) -> Exit | None:
+        rc = self.process.poll()
+        return None if rc is None else Exit(rc, self.why or child.last_words(self.stderr))
+
+
+class _Processes:
+    """Shards as processes of this machine. One alone starts at once; several are told when."""
+
+    lead_s = LEAD_S
+
+    def __init__(self) -> None:
+        self.shards: list[_LocalShard] = []
+
+    def start(self, folder: Path, shards: int, headers: dict[str, str]) -> Sequence[Shard]:
+        env = {secrets.HANDED_ON: orjson.dumps(headers).decode()}
+        for number in range(shards):
+            args = [str(folder), "--shard", str(number), "--shards", str(shards)]
+            args += ["--gated"] if shards > 1 else []
+            stderr = folder / f"stderr-shard-{number}.txt"
+            process = child.spawn("loadgen.shard", args, stderr, env, talks=shards > 1)
+            self.shards.append(_LocalShard(number, process, stderr))
+        return self.shards
+
+    def end(self, wait_s: float) -> None:
+        child.end([shard.process for shard in self.shards], wait_s)
+        for shard in self.shards:
+            if shard.talk is not None:
+                shard.talk.close()
 
 
 @dataclass(slots=True)
@@ -75,6 +136,39 @@ class _Signals:
 def run(scene: Scenario, plan: Plan, view: View) -> tuple[Path, Verdict]:
     """Raises UserError or NotReadyError before any load is sent; after that there is always a verdict."""
     headers = secrets.headers(scene.target)
+    shards = how_many(plan.shards, scene.concurrency, _cores())
+    if plan.shards is None:
+        view.say(f"{shards} shard{'s' * (shards > 1)}: {scene.concurrency} seats, {SEATS_PER_SHARD} a core")
+    with _crew(plan, shards, view) as crew:
+        folder = _run(scene, plan, headers, shards, crew, view)
+    return folder, verdict.judge(folder)
+
+
+def how_many(asked: int | None, seats: int, cores: int) -> int:
+    """How many shards: as asked, else one per SEATS_PER_SHARD seats, while a core is left for all others. Raises
+    UserError where some would have no seat."""
+    if asked is None:
+        return max(1, min(-(-seats // SEATS_PER_SHARD), cores - 1))
+    if asked > seats:
+        raise UserError(f"--shards {asked}: the scenario has {seats} seats (concurrency), and each shard needs one")
+    return asked
+
+
+def _cores() -> int:
+    """The cores that we may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _crew(plan: Plan, shards: int, view: View) -> AbstractContextManager[Crew]:
+    if plan.ray is None:
+        return nullcontext(_Processes())
+    from loadgen import cluster
+
+    return cluster.connect(plan.ray, shards, view.say)
+
+
+def _run(scene: Scenario, plan: Plan, headers: dict[str, str], shards: int, crew: Crew, view: View) -> Path:
     scene = replace(scene, salt=scene.salt or os.urandom(4).hex())
     if not scene.monitors:
         scene = replace(scene, monitors={name: {} for name in DEFAULT_MONITORS})
@@ -89,14 +183,14 @@ def run(scene: Scenario, plan: Plan, view: View) -> tuple[Path, Verdict]:
     write_json(folder, "environment.json", fingerprint.environment(facts.facts, plan.argv))
     journal = Journal(folder, "supervise")
     try:
-        _tell(facts, journal, view)
+        _tell(facts, shards, journal, view)
         with _noting_signals() as signals:
-            reason = _attend(scene, plan, folder, journal, headers, view, signals)
+            reason = _attend(scene, plan, folder, journal, headers, shards, crew, view, signals)
         journal.event("run_end", reason=reason)
     finally:
         journal.close()
     _drop_empty(folder)
-    return folder, verdict.judge(folder)
+    return folder
 
 
 def make_folder(out: Path, name: str) -> Path:
@@ -126,10 +220,17 @@ async def _preflight(scene: Scenario, headers: dict[str, str], plan: Plan, view:
     return await preflight.examine(scene, connect, wait_s=plan.wait_s, busy_ok=plan.busy_ok, say=view.say)
 
 
-def _tell(found: preflight.Preflight, journal: Journal, view: View) -> None:
+def _tell(found: preflight.Preflight, shards: int, journal: Journal, view: View) -> None:
     """What preflight learnt, into the journal and to the user."""
     facts, scene = found.facts, found.scenario
-    journal.event("run_start", scenario=scene.name, concurrency=scene.concurrency, seed=scene.seed, salt=scene.salt)
+    journal.event(
+        "run_start",
+        scenario=scene.name,
+        concurrency=scene.concurrency,
+        shards=shards,
+        seed=scene.seed,
+        salt=scene.salt,
+    )
     journal.event("preflight", **{key: value for key, value in strict.plain(facts).items() if value})
     context = f"context {facts.context_tokens}" if facts.context_tokens else "context not told"
     slots = f", {facts.slots} slots" if facts.slots else ""
@@ -160,33 +261,40 @@ def _noting_signals() -> Iterator[_Signals]:
 
 
 def _attend(
-    scene: Scenario, plan: Plan, folder: Path, journal: Journal, headers: dict[str, str], view: View, signals: _Signals
+    scene: Scenario,
+    plan: Plan,
+    folder: Path,
+    journal: Journal,
+    headers: dict[str, str],
+    count: int,
+    crew: Crew,
+    view: View,
+    signals: _Signals,
 ) -> str:
     """Start everything, watch it, stop it. Returns the reason of the end."""
     progress = Progress(folder)
     lanes = {lane: _start_lane(lane, scene, plan, folder, headers) for lane in LANES}
     for lane, process in lanes.items():
         journal.event("lane_start", lane=lane, pid=process.pid)
-    shards: dict[str, subprocess.Popen[bytes]] = {}
+    exits: dict[int, Exit] = {}
     try:
         _look_for(IDLE_S, progress, view, signals)
-        if not signals.came:
-            for number in range(plan.shards):
-                args = [str(folder), "--shard", str(number), "--shards", str(plan.shards)]
-                shards[str(number)] = child.spawn("loadgen.shard", args, folder / f"stderr-shard-{number}.txt")
-                journal.event("shard_start", shard=number, pid=shards[str(number)].pid)
-        _watch(shards, lanes, progress, journal, view, signals)
+        shards = crew.start(folder, count, headers) if not signals.came else []
+        for shard in shards:
+            journal.event("shard_start", shard=shard.number, **shard.about)
+        labels = [phase.label for phase in scene.phases]
+        exits = _watch(shards, lanes, labels, crew.lead_s, progress, journal, view, signals)
     finally:
-        child.end(list(shards.values()), HURRY_S)
+        crew.end(HURRY_S)
         child.end(list(lanes.values()), LANE_END_S)
     for lane, process in lanes.items():
         if process.returncode not in (0, -signal.SIGTERM):
             journal.event(
-                "lane_exit", lane=lane, rc=process.returncode, text=_last_words(folder / f"stderr-{lane}.txt")
+                "lane_exit", lane=lane, rc=process.returncode, text=child.last_words(folder / f"stderr-{lane}.txt")
             )
     if signals.came:
         return "signal"
-    return "done" if all(process.returncode == 0 for process in shards.values()) else "broken"
+    return "done" if all(found.rc == 0 for found in exits.values()) else "broken"
 
 
 def _start_lane(
@@ -196,10 +304,10 @@ def _start_lane(
         "monitors": scene.monitors,
         "root": plan.monitor_root,
         "target_url": scene.target.url,
-        "headers_env": HEADERS_ENV,
+        "headers_env": secrets.HANDED_ON,
         "parent_pid": os.getpid(),
     }
-    env = {HEADERS_ENV: orjson.dumps(headers).decode()} if lane == "slow" else {}
+    env = {secrets.HANDED_ON: orjson.dumps(headers).decode()} if lane == "slow" else {}
     args = [lane, str(folder), orjson.dumps(config).decode()]
     return child.spawn("monitors.lane", args, folder / f"stderr-{lane}.txt", env)
 
@@ -213,25 +321,49 @@ def _look_for(seconds: float, progress: Progress, view: View, signals: _Signals)
 
 
 def _watch(
-    shards: dict[str, subprocess.Popen[bytes]],
+    shards: Sequence[Shard],
     lanes: dict[Lane, subprocess.Popen[bytes]],
+    phases: Sequence[str],
+    lead_s: float,
     progress: Progress,
     journal: Journal,
     view: View,
     signals: _Signals,
-) -> None:
-    """Until every shard is over: look, show, pass signals on. After a second signal, at most HURRY_S longer."""
+) -> dict[int, Exit]:
+    """Until every shard is over: look, show, start phases, pass signals on; how each ended. After a second signal, at
+    most HURRY_S longer."""
     passed = 0
     hurry_ns: int | None = None
     told: set[str] = set()
-    while any(process.poll() is None for process in shards.values()):
+    exits: dict[int, Exit] = {}
+    barrier = Barrier({shard.number for shard in shards})
+    ready_ns: int | None = clock.now_ns() + round(READY_S * 1e9) if len(shards) > 1 else None
+    while len(exits) < len(shards):
         progress.look()
         view.show(progress)
+        for shard in shards:
+            if shard.number in exits:
+                continue
+            for line in shard.heard():
+                barrier.hear(shard.number, line)
+            if (found := shard.exit()) is not None:
+                exits[shard.number] = found
+                barrier.gone(shard.number)
+                journal.event("shard_exit", shard=shard.number, rc=found.rc, text=found.text)
+            elif ready_ns is not None and shard.number not in barrier.waiting and clock.now_ns() > ready_ns:
+                shard.lose(f"not ready after {READY_S:g} s")
+        if (opened := barrier.open()) is not None:
+            ready_ns = None
+            phase, together = opened
+            start = Start(phase, clock.now_ns() + round(lead_s * 1e9), tuple(sorted(barrier.left_out)))
+            journal.event("start", phase=phases[phase], shards=together, at_ns=start.at_ns)
+            for shard in shards:
+                if shard.number in together:
+                    shard.begin(start)
         for number in signals.came[passed : passed + 1]:
             journal.event("signal", name=signal.Signals(number).name)
-            for process in shards.values():
-                if process.poll() is None:
-                    process.terminate()
+            for shard in shards:
+                shard.stop()
             passed += 1
             if passed == 2:
                 hurry_ns = clock.now_ns() + round((HURRY_S - 2 * LOOK_S) * 1e9)
@@ -240,17 +372,14 @@ def _watch(
         for lane, process in lanes.items():
             if lane not in told and process.poll() is not None:
                 told.add(lane)
-                text = _last_words(progress.folder / f"stderr-{lane}.txt")
+                text = child.last_words(progress.folder / f"stderr-{lane}.txt")
                 journal.event("lane_exit", lane=lane, rc=process.returncode, text=text)
         time.sleep(LOOK_S)
     for number in signals.came[passed:]:
         journal.event("signal", name=signal.Signals(number).name)
-    for name, process in shards.items():
-        if process.poll() is not None:
-            text = _last_words(progress.folder / f"stderr-shard-{name}.txt")
-            journal.event("shard_exit", shard=int(name), rc=process.returncode, text=text)
     progress.look()
     view.show(progress)
+    return exits
 
 
 def follow(folder: Path, view: View) -> None:
@@ -260,15 +389,6 @@ def follow(folder: Path, view: View) -> None:
         progress.look()
         view.show(progress)
         time.sleep(LOOK_S)
-
-
-def _last_words(path: Path) -> str | None:
-    """The last line that a child wrote to stderr."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:
-        return None
-    return lines[-1][:500] if lines else None
 
 
 def _drop_empty(folder: Path) -> None:

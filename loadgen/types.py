@@ -18,6 +18,7 @@ Json: TypeAlias = dict[str, Any]
 
 OutcomeWord = Literal["ok", "failed", "incomplete"]
 CacheIntent = Literal["cold", "warm", "shared"]
+TimesSource = Literal["kernel", "read"]
 EventKind = Literal["content", "reasoning", "tool_call", "refusal", "usage", "error", "finish", "done", "role"]
 FindingStatus = Literal["pass", "warn", "fail", "not_evaluated"]
 Axis = Literal["functional", "performance", "stability", "measurement"]
@@ -75,7 +76,13 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server under test. `model` None: the only model that it serves; `endpoint` None: the dialect's own path."""
+    """The server under test. `model` None: the only model that it serves; `endpoint` None: the dialect's own path.
+
+    `urls` are several servers in place of `url`: sessions go round them, all requests of one session to the same;
+    what is asked of the server before a run is asked of the first. `proxy: env` uses the HTTP proxies that the
+    environment names, which nothing else does. `ca_file` (PEM) is believed beside the system's authorities;
+    `client_cert` and `client_key` (PEM, in one file or two) are shown to a server that asks.
+    """
 
     url: str = "http://127.0.0.1:8000"
     model: str | None = None
@@ -85,6 +92,11 @@ class Target:
     headers: dict[str, str] = field(default_factory=dict)
     extra_body: Json = field(default_factory=dict)
     verify_tls: bool = True
+    ca_file: str | None = None
+    client_cert: str | None = None
+    client_key: str | None = None
+    proxy: Literal["env"] | None = None
+    urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +183,7 @@ class Request:
     `expect` is what `grader` compares the answer with. `prompt_tokens` is the length that the workload aimed at
     (template included) or None where it did not aim. `due_ns` is when the request should have left: at fixed
     concurrency the moment its seat became free. Both `due_ns` and the outcome's `sent_ns` are kept to the end.
+    `server` chooses among several servers of a target (modulo their number).
     """
 
     id: str
@@ -188,6 +201,7 @@ class Request:
     phase: str = ""
     seat: int = -1
     due_ns: int = 0
+    server: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +297,10 @@ class Outcome:
     read back has their summary in `gaps` instead, and of the text only what the recorder kept.
     `queue_ns` and `connect_ns` are durations before `sent_ns`: waiting for us, and making the connection (None when
     it was reused).
+
+    What the arrival times are worth: `times` names their source (the kernel's receive time, or when we read); `inexact`
+    counts the chunks that waited in one read with a later one and share its time; `lags_ns` holds how late we read what
+    the kernel had received (empty where times are those of reads, and in a record read back).
     """
 
     id: str
@@ -309,6 +327,9 @@ class Outcome:
     gaps_ns: array[int] = field(default_factory=lambda: array("q"))
     gaps: Gaps | None = None
     chunks: int = 0
+    times: TimesSource | None = None
+    inexact: int = 0
+    lags_ns: array[int] = field(default_factory=lambda: array("q"))
     text: str = ""
     reasoning_text: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)

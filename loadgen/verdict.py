@@ -20,10 +20,10 @@ from loadgen.types import AXES, Axis, Finding, Verdict
 
 FINDINGS_SCHEMA = "loadgen.findings/1"
 
-# Which of several hard causes names the verdict: what brings the others about comes first.
+# Which of several causes names the verdict: what brings the others about comes first.
 ROOT_CAUSES = (
     "host_lost", "host_oom", "oom_kill", "gpu_lost", "gpu_error", "server_down", "restart", "hung", "failed",
-    "degenerate_output", "wrong_answers",
+    "degenerate_output", "wrong_answers", "lost_shard",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import disks
 import pytest
 
 from loadgen import cli, live, scenario
@@ -120,6 +121,33 @@ def test_a_server_that_is_not_what_was_said_is_told_in_a_line(
     assert say in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answering", [http("200 OK", MODELS)], indirect=True)
+def test_https_to_a_server_without_tls_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, answering: str
+) -> None:
+    url = answering.replace("http://", "https://")
+    code, _, err = call(capsys, "run", "smoke", "--url", url, "--out", str(tmp_path))
+    assert code == 3, err
+    assert "TLS" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.root
+def test_a_full_disk_is_refused_before_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with disks.tiny(tmp_path / "disk") as out:
+        code, _, err = call(capsys, "run", "smoke", "--url", "http://127.0.0.1:1", "--out", str(out))
+    assert code == 3, err
+    assert "free there" in err
+
+
+def test_a_port_that_is_taken_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = call(capsys, "sim", "--preset", "tiny", "--port", str(taken.getsockname()[1]))
+    assert code == 3, err
+    assert "taken" in err or "in use" in err
+    assert "Traceback" not in err
 
 
 def test_the_exit_codes_stand_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:

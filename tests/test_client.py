@@ -19,7 +19,7 @@ import pytest
 import uvloop
 
 from loadgen.address import connect_failure, parse_url
-from loadgen.client import Client
+from loadgen.client import Client, NoEndpointError
 from loadgen.dialects import openai_chat
 from loadgen.probe import describe, probe, sentence
 from loadgen.types import Limits, NotReadyError, Outcome, Request, Seconds, Target, UserError
@@ -543,9 +543,9 @@ def test_control_calls_return_what_the_server_says() -> None:
 @pytest.mark.parametrize(
     ("steps", "error", "word"),
     [
-        (plain("200 OK", "<html>", "Content-Type: text/html"), UserError, "not JSON"),
+        (plain("200 OK", "<html>", "Content-Type: text/html"), NoEndpointError, "not JSON"),
         (plain("401 Unauthorized", "no"), UserError, "api_key"),
-        (plain("404 Not Found", '{"detail":"Not Found"}'), UserError, "404"),
+        (plain("404 Not Found", '{"detail":"Not Found"}'), NoEndpointError, "404"),
         (plain("503 Service Unavailable", "loading"), NotReadyError, "loading"),
         ([{"text": "SSH-2.0\r\n"}], UserError, "not HTTP"),
         ([{"action": "fin"}], NotReadyError, "without a byte"),

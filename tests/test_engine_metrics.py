@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.types import Sample
+from loadgen.verdict import judge
 from monitors import engine
 
 # Lines end at LF only: one case has another line separator of Unicode inside.
@@ -47,7 +49,8 @@ def test_cache_gauge_is_found_under_its_new_name() -> None:
 
 def test_counter_with_and_without_total_is_one_counter() -> None:
     (first, second), expect = pages("metrics-total-suffix")
-    assert [values(p)["prompt_tokens_total"] for p in (first, second)] == expect["prompt_tokens_total"]
+    counted = [values(p)["prompt_tokens_total"] for p in (first, second)]
+    assert (counted, counted[1] - counted[0]) == (expect["prompt_tokens_total"], expect["delta"])
     assert engine.resets(first, second) == []
     assert engine.resets(second, first) == ["prompt_tokens_total"]
 
@@ -78,6 +81,15 @@ def test_one_bad_line_costs_one_line() -> None:
     assert page.bad_lines == expect["bad_lines"]
 
 
+def test_bad_line_is_said_once_and_not_at_every_scrape() -> None:
+    with server([answer(CASES["metrics-one-bad-line"]["input"]["scrapes"][0])]) as (url, _):
+        first, second = ticks(engine.Options(target_url=url), 2)
+    (said,) = of(first, "bad_lines")
+    assert (said.value, 'model="bad"quote"' in (said.text or "")) == (1.0, True)
+    assert of(second, "bad_lines") == []
+    assert of(second, "generation_tokens_total")[0].value == 77
+
+
 def test_cache_usage_that_is_not_exported_is_absent_not_zero() -> None:
     (page,), expect = pages("metrics-kv-absent")
     found = values(page)
@@ -85,6 +97,19 @@ def test_cache_usage_that_is_not_exported_is_absent_not_zero() -> None:
     assert found["decode_tokens_per_s"] == expect["decode_tokens_per_s"]
     assert found["prefill_tokens_per_s"] == expect["prefill_tokens_per_s"]
     assert "without kv_cache_usage_ratio" in engine.seen(page)
+
+
+def test_what_is_not_exported_is_said_once_and_never_read_as_zero() -> None:
+    with server([answer(CASES["metrics-kv-absent"]["input"]["scrapes"][0])]) as (url, _):
+        first, second = ticks(engine.Options(target_url=url), 2)
+    (said,) = of(first, "observed")
+    assert "without kv_cache_usage_ratio" in (said.text or "")
+    assert of(first, "kv_cache_usage_ratio") == of(second, "observed") == of(second, "kv_cache_usage_ratio") == []
+
+
+def test_every_case_has_its_test_here() -> None:
+    own = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'"{name}"' in own for name in CASES)
 
 
 def test_engines_are_added_up_and_the_run_has_its_own_hit_rate() -> None:
@@ -250,6 +275,25 @@ def test_page_that_is_switched_off_is_said_once_and_not_asked_again() -> None:
     assert "--metrics" in (observed.text or "")
     assert second == third == []
     assert len(asked) == 1
+
+
+def test_run_goes_on_without_the_page_and_nothing_that_needs_it_is_passed(tmp_path: Path) -> None:
+    """A page that is switched off: judged to the end, said in one finding, which is no pass."""
+    expect = CASES["metrics-disabled-501"]["expect"]
+    off = [golden.sample("engine", "observed", 0.0, 1, text="the page is switched off")]
+    run = golden.build(
+        tmp_path / "run",
+        outcomes=golden.steady(60),
+        phases=[golden.phase("measure", "measure", 0, 60)],
+        samples=off,
+        lane="slow",
+    )
+    judge(run.folder)
+    findings = json.loads((run.folder / "findings.json").read_text(encoding="utf-8"))
+    about = [f for f in findings["findings"] if f.get("scope") == "engine"]
+    assert [f["status"] for f in about] == [expect["criteria"]]
+    assert about[0]["message"] == "engine not observed: the page is switched off"
+    assert (run.finished and len(list(run.outcomes())) > 0) == expect["run_continues"]
 
 
 def test_counter_that_falls_is_a_happening() -> None:

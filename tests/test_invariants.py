@@ -24,10 +24,10 @@ PACKAGES = ("loadgen", "workloads", "monitors")
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types"}),
     frozenset({"clock", "journal", "mix", "sse", "http1", "strict", "plugins", "scenario", "hist", "stats", "dialects",
-               "rules", "secrets", "child", "address", "answer", "exchange", "expect", "sim"}),
+               "rules", "secrets", "child", "address", "answer", "connect", "receive", "stencil", "exchange", "expect", "gate", "sim"}),
     frozenset({"client", "record", "summary", "report", "verdict", "live"}),
     frozenset({"probe", "preflight", "fingerprint", "engine"}),
-    frozenset({"shard", "supervise"}),
+    frozenset({"shard", "supervise", "cluster", "selftest"}),
     frozenset({"cli", "__main__"}),
 )  # fmt: skip
 

@@ -60,11 +60,50 @@ def test_extra_body_is_merged_last_and_the_request_has_the_last_word() -> None:
     assert (body["top_p"], body["temperature"], body["seed"]) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_is_read_under_both_names(name: str) -> None:
-    outcome = stream(delta(**{name: "hm"}), delta(content="42"), STOP)
-    assert (outcome.reasoning_text, outcome.text) == ("hm", "42")
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm", "content": None},
+        {"thinking": "hm"},
+        {"reasoning_text": "hm"},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+        {"reasoning": "hm", "reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+        {"reasoning": {"content": "hm"}},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}]},
+    ],
+)
+def test_reasoning_is_read_under_all_its_names_and_once(thought: dict[str, Any]) -> None:
+    outcome = stream(delta(**thought), delta(content="42"), STOP)
+    assert (outcome.reasoning_text, outcome.text, outcome.chunks) == ("hm", "42", 2)
     assert (outcome.first_ns, outcome.first_output_ns) == (1_000_000, 2_000_000)
+
+
+def test_reasoning_field_without_words_is_no_token() -> None:
+    outcome = stream(delta(reasoning={"effort": "low"}), delta(reasoning_details=[{"type": "x"}]), delta(content="42"))
+    assert (outcome.chunks, outcome.first_ns) == (1, 3_000_000)
+
+
+def test_sound_and_images_are_tokens_and_what_is_spoken_is_text() -> None:
+    outcome = stream(
+        delta(audio={"id": "a"}),
+        delta(audio={"data": "UklGRg=="}),
+        delta(audio={"transcript": "hello"}),
+        delta(images=[{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}]),
+        STOP,
+    )
+    assert (outcome.text, outcome.chunks, outcome.first_ns) == ("hello", 3, 2_000_000)
+
+
+def test_parts_of_a_message_are_sent_as_they_are() -> None:
+    parts = [
+        {"type": "text", "text": "what is it?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO", "detail": "low"}},
+        {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+    ]
+    request = Request("r", "c", [{"role": "user", "content": parts}], 64)
+    assert orjson.loads(openai_chat.encode(request, "m", {}))["messages"][0]["content"] == parts
 
 
 def test_one_event_with_reasoning_and_content_is_one_chunk() -> None:
@@ -80,6 +119,10 @@ def test_one_event_with_reasoning_and_content_is_one_chunk() -> None:
         [STOP | {"usage": {"prompt_tokens": 9.0, "completion_tokens": 2.0}}],
         [{"choices": [], "timings": {"prompt_n": 4, "cache_n": 5, "predicted_n": 2}}],
         [{"choices": [], "usage": None}, {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}],
+        [{"choices": [], "x_groq": {"usage": {"prompt_tokens": 9, "completion_tokens": 2}}}],
+        [{"choices": [{"index": 0, "delta": {}, "usage": {"prompt_tokens": 9, "completion_tokens": 2}}]}],
+        [{"choices": [], "usage": {"input_tokens": 9, "output_tokens": 2}}],
+        [{"choices": None, "usage": {"prompt_tokens": 9, "completion_tokens": 2}}],
     ],
 )
 def test_usage_is_read_wherever_it_comes(usage: list[dict[str, Any]]) -> None:
@@ -104,6 +147,21 @@ def test_details_of_usage_are_kept_and_hidden_reasoning_stays_out_of_tpot() -> N
     assert outcome.tpot_ns == 1_000_000
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens_details": {"cached_tokens": 16}},
+        {"input_tokens_details": {"cached_tokens": 16}},
+        {"prompt_cache_hit_tokens": 16},
+        {"cached_tokens": 16},
+        {"cache_read_input_tokens": 16},
+    ],
+)
+def test_cached_tokens_are_read_under_all_their_names(usage: dict[str, Any]) -> None:
+    counts = {"prompt_tokens": 30, "completion_tokens": 1, "prompt_tokens_details": None, **usage}
+    assert stream(delta(content="x"), STOP, {"choices": [], "usage": counts}).cached_tokens == 16
+
+
 @pytest.mark.parametrize("bad", [None, "12", -1, True, [], {}])
 def test_a_count_that_is_none_is_not_measured(bad: Any) -> None:
     outcome = stream(delta(content="x"), STOP, {"choices": [], "usage": {"completion_tokens": bad}})
@@ -126,6 +184,14 @@ def test_nan_and_infinity_are_flagged_and_the_event_is_used() -> None:
     assert (outcome.text, outcome.flags) == ("x", {"nonfinite_json", "no_usage"})
 
 
+def test_logprobs_of_a_whole_answer_may_be_infinite() -> None:
+    choice = (
+        '{"index":0,"message":{"content":"x"},"logprobs":{"content":[{"logprob":-Infinity}]},"finish_reason":"stop"}'
+    )
+    outcome = whole('{"usage":{"completion_tokens":1},"choices":[' + choice + "]}")
+    assert (outcome.text, outcome.flags) == ("x", {"nonfinite_json", "buffered_stream"})
+
+
 def test_character_cut_into_two_escapes_is_whole_again_and_a_lone_half_is_replaced() -> None:
     escapes = "\\ud83e", "\\udd80", "\\ud83e"
     halves = [f'data: {{"choices":[{{"delta":{{"content":"{half}"}}}}]}}\n\n' for half in escapes]
@@ -133,8 +199,30 @@ def test_character_cut_into_two_escapes_is_whole_again_and_a_lone_half_is_replac
     assert (outcome.text, outcome.chunks) == ("🦀\ufffd", 3)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda text: f"data: data: {text}\n\n",  # a gateway that makes an event stream of an event stream
+        lambda text: f"data: {json.dumps(text)}\n\n",
+        lambda text: "".join(f"data: {line}\n" for line in json.dumps(json.loads(text), indent=1).split("\n")) + "\n",
+        lambda text: f"id: 7\nevent: message\nretry: 10\ndata:{text}\n\n",
+    ],
+)
+def test_object_is_read_however_it_is_wrapped(wrap: Any) -> None:
+    outcome = stream(*(wrap(json.dumps(event)) for event in (delta(content="a"), delta(content="b"), STOP)))
+    assert (outcome.outcome, outcome.text, outcome.flags) == ("ok", "ab", {"no_usage"})
+
+
+def test_lines_that_end_but_whose_events_do_not_are_read_all_the_same() -> None:
+    lines = "".join(f"data: {json.dumps(event)}\n" for event in (delta(content="a"), delta(content="b"), STOP))
+    outcome = stream(lines, end="data: [DONE]\n")
+    assert (outcome.outcome, outcome.text, outcome.finish_reason) == ("ok", "ab", "stop")
+    assert outcome.flags == {"unterminated_last_event", "no_usage", "coalesced_arrivals", "buffered_stream"}
+
+
 def test_done_marker_may_be_padded_or_a_json_string() -> None:
-    for end in ("data:[DONE]\n\n", "data: [DONE] \r\n\r\n", 'data: "[DONE]"\n\n', "data: [DONE]"):
+    ends = "data:[DONE]\n\n", "data: [DONE] \r\n\r\n", 'data: "[DONE]"\n\n', "data: [DONE]", "data: [done]\n\n"
+    for end in ends:
         assert "malformed_events" not in stream(delta(content="x"), STOP, end=end).flags
         assert "no_done_marker" not in stream(delta(content="x"), STOP, end=end).flags
 
@@ -168,6 +256,22 @@ def test_text_that_is_no_utf8_costs_the_character_only() -> None:
         ('event: error\ndata: {"message": "engine stopped"}\n\n', "engine stopped"),
         ('error: {"message": "engine stopped"}\n\n', "engine stopped"),
         ({"choices": [], "error": {"message": "engine stopped"}}, "engine stopped"),
+        ({"choices": [{"error": {"message": "engine stopped", "code": 502}}]}, "engine stopped (code 502)"),
+        ({"error": True, "message": "engine stopped"}, "engine stopped"),
+        ({"error": {"error": {"message": "engine stopped"}}}, "engine stopped"),
+        ({"error": {"message": {"detail": "engine stopped"}}}, "engine stopped"),
+        ({"error": ["engine stopped", "twice"]}, "engine stopped; twice"),
+        ({"errors": [{"code": 7, "message": "engine stopped"}]}, "engine stopped (code 7)"),
+        ({"error": {"type": "overloaded_error"}}, "overloaded_error"),
+        ({"error_code": 18, "error_msg": "engine stopped"}, "engine stopped (code 18)"),
+        ({"fault": {"faultstring": "engine stopped"}}, "engine stopped"),
+        ({"code": 500, "msg": "engine stopped"}, "engine stopped (code 500)"),
+        ({"title": "Bad", "status": 500, "detail": "engine stopped"}, "engine stopped"),
+        ('data: [{"error": {"message": "engine stopped"}}]\n\n', "engine stopped"),
+        ('event: error\ndata: "engine stopped"\n\n', "engine stopped"),
+        ("event: error\ndata: {}\n\n", "error without a message"),
+        ("event: error\ndata:\n\n", "error without a message"),
+        ('data: "{\\"error\\": \\"engine stopped\\"}"\n\n', "engine stopped"),
     ],
 )
 def test_error_inside_the_stream_fails_the_request(event: Any, message: str) -> None:
@@ -176,14 +280,44 @@ def test_error_inside_the_stream_fails_the_request(event: Any, message: str) -> 
     assert (outcome.text, outcome.done_ns) == ("par", 2_000_000)
 
 
-def test_error_null_is_no_error() -> None:
-    assert stream(delta(content="x") | {"error": None}, STOP).outcome == "ok"
+@pytest.mark.parametrize("nothing", [None, False, "", {}, []])
+def test_error_null_is_no_error(nothing: Any) -> None:
+    assert stream(delta(content="x") | {"error": nothing}, STOP).outcome == "ok"
 
 
-@pytest.mark.parametrize("word", ["abort", "error", "cancelled", {"type": "odd"}])
-def test_unknown_finish_reason_means_that_the_server_aborted(word: Any) -> None:
-    outcome = stream(delta(content="x"), {"choices": [{"index": 0, "delta": {}, "finish_reason": word}]})
-    assert (outcome.error_class, outcome.finish_reason) == ("aborted_by_server", str(word))
+def finished(word: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {}, "finish_reason": word}]}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("abort", "abort"), ("error", "error"), ("cancelled", "cancelled"), ("repetition", "repetition"),
+        ("insufficient_system_resource", "insufficient_system_resource"), ({"type": "odd"}, "odd"), (["x"], "['x']"),
+        (7, "7"),
+    ],
+)  # fmt: skip
+def test_unknown_finish_reason_means_that_the_server_aborted(word: Any, said: str) -> None:
+    outcome = stream(delta(content="x"), finished(word))
+    assert (outcome.error_class, outcome.finish_reason) == ("aborted_by_server", said)
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("STOP", "stop"), ("eos_token", "stop"), ("COMPLETE", "stop"), ({"type": "stop", "matched": 2}, "stop"),
+        ("MAX_TOKENS", "length"), ("model_length", "length"), ({"type": "length", "length": 3}, "length"),
+        ("function_call", "tool_calls"), ("SAFETY", "content_filter"), ("refusal", "content_filter"),
+    ],
+)  # fmt: skip
+def test_finish_reasons_of_other_servers_mean_the_same(word: Any, ours: str) -> None:
+    outcome = stream(delta(content="x"), finished(word))
+    assert (outcome.outcome, outcome.finish_reason) == ("ok", ours)
+
+
+def test_words_of_an_abort_are_told() -> None:
+    outcome = stream(delta(content="x"), finished({"type": "abort", "message": "out of memory"}))
+    assert outcome.error_message == "finish_reason 'abort': out of memory"
 
 
 def test_finish_without_done_and_done_without_finish_are_flagged_successes() -> None:
@@ -320,6 +454,16 @@ def test_error_bodies_of_any_shape_are_one_short_line() -> None:
     assert told(b'[{"error": {"message": "m"}}]') == "m"
 
 
+@pytest.mark.parametrize("status", [201, 203])
+def test_other_words_for_success_are_success(status: int) -> None:
+    answer = Answer(asked(), openai_chat)
+    answer.begin(status, {"content-type": "text/event-stream"}, 0)
+    answer.piece(f"data: {json.dumps(delta(content='x') | {'usage': {'completion_tokens': 1}})}\n\n".encode(), 1)
+    answer.piece(b"data: [DONE]\n\n", 2)
+    outcome = answer.conclude(End(None, "", 2))
+    assert (outcome.outcome, outcome.output_tokens, outcome.http_status) == ("ok", 1, status)
+
+
 def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after_s("1.5", 0) == 1.5
     assert retry_after_s("Thu, 01 Jan 1970 00:01:00 GMT", 20_000_000_000) == 40
@@ -332,7 +476,8 @@ def test_retry_after_is_seconds_or_a_date() -> None:
 
 NAMES = st.sampled_from(
     ["choices", "delta", "message", "content", "index", "usage", "error", "tool_calls", "function", "arguments", "name",
-     "id", "finish_reason", "timings", "prompt_n", "completion_tokens", "completion_tokens_details", "detail", "code"]
+     "id", "finish_reason", "timings", "prompt_n", "completion_tokens", "completion_tokens_details", "detail", "code",
+     "text", "reasoning", "audio", "images", "type", "thinking", "x_groq", "errors", "x"]
 )  # fmt: skip
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=3)),

@@ -64,5 +64,5 @@ def test_every_command_and_scenario_stands_on_the_front_page() -> None:
 
 def test_the_make_targets_of_the_front_page_exist() -> None:
     makefile = text("Makefile")
-    for target in re.findall(r"make ([a-z][a-z-]+)", text("README.md")):
+    for target in re.findall(r"(?:^    |`)make ([a-z][a-z-]+)", text("README.md"), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -18,6 +18,7 @@ import pytest
 from test_lane import lines, process, wait_for
 
 from loadgen import clock
+from loadgen.journal import expand
 from loadgen.types import Json, Sample
 from monitors import kernel
 from monitors import process as process_monitor
@@ -145,7 +146,7 @@ def test_real_oom_kill_is_seen_with_victim_and_time(tmp_path: Path, victim: str)
     assert began <= kill["at"] <= ended
     (gone,) = [g for g in happened(tmp_path, "process", "process_gone") if g["labels"]["pid"] == str(target)]
     assert gone["labels"]["role"] == ("listener" if victim == "server" else "member")
-    totals = [x["values"]["oom_kill_total"] for x in lines(tmp_path) if "oom_kill_total" in x.get("values", {})]
+    totals = [expand(x["values"]["oom_kill_total"]) for x in lines(tmp_path) if "oom_kill_total" in x.get("values", {})]
     assert totals[-1][2] - totals[0][0] >= 1
 
 

@@ -90,7 +90,8 @@ def test_a_run_against_the_simulator_passes_and_leaves_a_whole_run_folder(tmp_pa
     names = {path.name for path in folder.iterdir()}
     assert {
         "scenario.yaml", "environment.json", "journal.jsonl", "outcomes-0.jsonl", "windows-0.hlog",
-        "samples-fast.jsonl", "samples-slow.jsonl", "samples-engine-0.jsonl", "findings.json", "summary.json", "report.md",
+        "samples-fast.jsonl", "samples-slow.jsonl", "samples-engine-0.jsonl", "findings.json", "summary.json",
+        "report.md",
     } <= names  # fmt: skip
     run = Run(folder)
     assert run.finished
@@ -225,3 +226,28 @@ def test_a_key_reaches_the_server_and_no_file(tmp_path: Path) -> None:
     for path in only_run(out).iterdir():
         assert b"sk-very-secret" not in path.read_bytes()
     assert "sk-very-secret" not in done.stdout + done.stderr + refused.stderr
+
+
+def test_what_we_measured_is_what_the_simulator_did(tmp_path: Path) -> None:
+    out, truth = tmp_path / "runs", tmp_path / "truth.jsonl"
+    one_seat = QUICK.replace("phases:", "concurrency: 1\nphases:")
+    done = subprocess.run(
+        command("run", quick(tmp_path, one_seat), "--sim", "tiny", "--sim-args", f"--truth {truth}", "--out", str(out)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = sorted((o for o in Run(only_run(out)).outcomes()), key=lambda o: o.sent_ns or 0)
+    true = [json.loads(line) for line in truth.read_text().splitlines()]
+    true = sorted((t for t in true if "first_ns" in t), key=lambda t: t["received_ns"])[-len(outcomes) :]
+    assert len(true) == len(outcomes) > 10
+    late_ms = []
+    for ours, theirs in zip(outcomes, true, strict=True):
+        assert (ours.prompt_tokens, ours.output_tokens) == (theirs["prompt_tokens"], theirs["output_tokens"])
+        assert ours.cached_tokens == theirs["cached_tokens"]
+        assert ours.first_ns is not None
+        assert ours.last_ns is not None
+        late_ms += [(ours.first_ns - theirs["first_ns"]) / 1e6, (ours.last_ns - theirs["last_ns"]) / 1e6]
+    assert min(late_ms) >= 0, "nothing arrives before it was sent"
+    assert sorted(late_ms)[len(late_ms) // 2] < 10, "half of all stamps are within 10 ms on any box"

@@ -8,6 +8,8 @@ from loadgen.types import Event, Json, Request
 
 # A server's message is quoted in one line of a report, not archived.
 MESSAGE_CHARS = 300
+# Where an error object has its words.
+MESSAGE_KEYS = ("message", "msg", "error_msg", "error_message", "errorMessage", "Message", "faultstring")
 
 
 class Decoder(Protocol):
@@ -27,15 +29,17 @@ class Decoder(Protocol):
 
 
 class Dialect(Protocol):
-    """A module of this folder."""
+    """A module of this folder. `STREAMS` False: its answers are JSON in one piece and no tokens come out; such a
+    dialect has no `decoder`."""
 
     PATH: str
+    STREAMS: bool
 
     def encode(self, request: Request, model: str, extra_body: Json) -> bytes: ...
 
     def decoder(self) -> Decoder: ...
 
-    def whole(self, body: bytes) -> list[Event]: ...
+    def whole(self, body: bytes, flags: set[str]) -> list[Event]: ...
 
 
 def characters(text: str) -> str:
@@ -57,31 +61,38 @@ def one_line(text: str) -> str:
 def error_text(answer: Any) -> str | None:
     """The message of an error object in any of the shapes that servers use; None where `answer` reports no error.
 
-    Seen: `{"error": {"message", "code"}}`, `{"error": "…"}`, `{"object": "error", "message": "…"}`, `{"detail": "…"}`,
-    `{"detail": [{"msg", "loc"}]}`, `{"message": "…"}`, a list around one of these.
+    Seen: `{"error": {"message", "code"}}`, `{"error": "…"}`, `{"error": true, "message": "…"}`, `{"errors": […]}`,
+    `{"object": "error", "message": "…"}`, `{"detail": "…"}`, `{"detail": [{"msg", "loc"}]}`, `{"message": "…"}`,
+    `{"error_code", "error_msg"}`, `{"fault": {"faultstring"}}`, a list around one of these.
     """
     if isinstance(answer, list):
         answer = answer[0] if answer else None
     if not isinstance(answer, dict):
         return None
     error = answer.get("error")
+    if error is True:
+        error = {**answer, "error": None}
     if not error and "choices" not in answer:
-        error = answer.get("detail") or (answer if isinstance(answer.get("message"), str) else None)
+        error = next((answer[key] for key in ("errors", "detail", "fault") if answer.get(key)), None)
+        if not error and any(isinstance(answer.get(key), str) and answer[key] for key in MESSAGE_KEYS):
+            error = answer
     if not error:
         return None
     return one_line(_message(error)) or "error without a message"
 
 
-def _message(error: Any) -> str:
+def _message(error: Any, depth: int = 0) -> str:
     if isinstance(error, str):
         return error
+    if depth > 4:  # foreign nesting, not a message any more
+        return ""
     if isinstance(error, list):
-        return "; ".join(_message(part) for part in error[:3])
+        return "; ".join(_message(part, depth + 1) for part in error[:3])
     if not isinstance(error, dict):
         return str(error)
-    text = error.get("message") or error.get("msg") or error.get("detail") or error.get("type") or ""
-    text = text if isinstance(text, str) else _message(text)
+    found = (error.get(key) for key in (*MESSAGE_KEYS, "detail", "error", "type", "status"))
+    text = next((_message(each, depth + 1) for each in found if each), "")
     if isinstance(error.get("loc"), list):
         text = f"{'.'.join(map(str, error['loc']))}: {text}"
-    code = error.get("code")
+    code = error.get("code", error.get("error_code"))
     return text if code is None or str(code) in text else f"{text} (code {code})"

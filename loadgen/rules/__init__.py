@@ -20,7 +20,7 @@ import numpy.typing as npt
 from loadgen.types import AXES, Axis, Digest, Finding, Outcome, PhaseSpan
 
 if TYPE_CHECKING:
-    from loadgen.record import Run
+    from loadgen.record import Run, Series
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -148,7 +148,22 @@ def readings(
     run: Run, monitor: str, metric: str, span: tuple[int, int] | None, labels: tuple[tuple[str, str], ...] | None = None
 ) -> Readings:
     """All seconds of a metric, of one label set or of every one; empty where it was never measured."""
-    found = [s for key, s in run.series(monitor, metric).items() if labels is None or tuple(key) == labels]
+    series = run.series(monitor, metric).items()
+    return _joined([s for key, s in series if labels is None or tuple(key) == labels], span)
+
+
+def per_shard(run: Run, metric: str, span: tuple[int, int] | None) -> dict[str, Readings]:
+    """The generator's own readings by shard; those of one alone bear no number and stand under ""."""
+    found = {key: series for key, series in run.series("client", metric).items() if "cls" not in dict(key)}
+    return {dict(key).get("shard", ""): _joined([series], span) for key, series in found.items()}
+
+
+def lost_shards(run: Run) -> list[int]:
+    """The shards that did not end by themselves."""
+    return sorted({int(r["shard"]) for r in run.journal if r["event"] == "shard_exit" and r.get("rc") != 0})
+
+
+def _joined(found: list[Series], span: tuple[int, int] | None) -> Readings:
     if not found:
         none = np.array([])
         return Readings(np.array([], dtype=np.int64), none, none, none)
@@ -273,13 +288,14 @@ def busier_box(run: Run) -> str | None:
     is what the host was busy with, less the server's process tree and ourselves; None where one was not watched.
     """
     span, cpus = measured(run), (run.environment.get("host") or {}).get("cpus")
-    busy, tree, own = (
+    busy, tree = (
         readings(run, monitor, metric, span, ())
-        for monitor, metric in (("host", "cpu_busy_percent"), ("process", "cpu_percent"), ("client", "cpu_percent"))
+        for monitor, metric in (("host", "cpu_busy_percent"), ("process", "cpu_percent"))
     )
-    if span is None or not isinstance(cpus, int) or not (len(busy) and len(tree) and len(own)):
+    own = [shard for shard in per_shard(run, "cpu_percent", span).values() if len(shard)]
+    if span is None or not isinstance(cpus, int) or not (len(busy) and len(tree) and own):
         return None
-    ours = np.interp(busy.at_ns, tree.at_ns, tree.last) + np.interp(busy.at_ns, own.at_ns, own.last)
+    ours = sum(np.interp(busy.at_ns, each.at_ns, each.last) for each in [tree, *own])
     others = np.clip(busy.last - ours / cpus, 0.0, 100.0)
     third = (span[1] - span[0]) / 3
     before, after = others[busy.at_ns < span[0] + third], others[busy.at_ns >= span[0] + 2 * third]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from loadgen.rules import SECOND, Ints, Needs, end_ns, not_evaluated, readings, serving, when
-from loadgen.types import Finding, FindingStatus
+from loadgen.types import Finding, FindingStatus, Json
 
 if TYPE_CHECKING:
     from loadgen.record import Run
@@ -102,21 +102,29 @@ def _finding(status: FindingStatus, message: str, scope: str, share: float, opti
 
 
 def _lanes(run: Run) -> list[Finding]:
-    """A lane or shard that ended before the last load was over."""
+    """A lane that ended before the last load was over; a shard that did not end by itself."""
     span = serving(run)
     over = span[1] if span is not None else end_ns(run)
     # a signal, and the end, reach the lanes too
     over = min([over, *(int(r["at"]) for r in run.journal if r["event"] in ("signal", "run_end"))])
     return [
         Finding(
-            "blind", "measurement", "fail", f"at {when(run, int(r['at']))} {what} ended (exit {r.get('rc')})", what,
+            "blind", "measurement", "fail", f"at {when(run, int(r['at']))} {what} {_end(r)}", what,
             evidence="journal.jsonl", since_ns=int(r["at"]), cause="lane_died" if kind == "lane" else "lost_shard",
         )
         for kind in ("lane", "shard")
         for r in run.journal
-        if r["event"] == f"{kind}_exit" and (int(r["at"]) < over or (kind == "shard" and r.get("rc") not in (0, None)))
+        if r["event"] == f"{kind}_exit" and (r.get("rc") != 0 if kind == "shard" else int(r["at"]) < over)
         for what in [f"{kind} {r.get(kind, '?')}"]
     ]  # fmt: skip
+
+
+def _end(record: Json) -> str:
+    """A shard of another machine may end without a code."""
+    if "shard" not in record:
+        return f"ended (exit {record.get('rc')})"
+    why = f"exit {record['rc']}" if record.get("rc") is not None else record.get("text") or "no word"
+    return f"was lost ({why}); its load was not moved to others"
 
 
 def _damage(run: Run) -> list[Finding]:

@@ -1,12 +1,12 @@
 """Was the test sound? The load generator's own health; every finding is of the axis MEASUREMENT.
 
-What, while load ran: the event loop's worst lag; CPU above 90 % for 10 s; requests sent late beyond what connecting
-took; the seats really kept (by the engine's samples); Little's law (by the requests' own times); conservation of
-requests; the monotonic clock against the wall clock.
+What, while load ran: the event loop's worst lag; CPU above 90 % for 10 s, of any one shard; requests sent late beyond
+what connecting took; the seats really kept (by the engine's samples, all shards together); Little's law (by the
+requests' own times); how far apart shards began; conservation of requests; the monotonic clock against the wall clock.
 Why: a client that cannot keep up reads exactly like a slow server, and has been published as one.
 Threshold: lag 250 ms, send lag p99 10 ms or 1 % of the median TTFT, 95 % of the seats, clocks 0.1 % and 1 %: the
-limits of MLPerf's LoadGen where it has one; a loop 250 ms late spoils any TTFT. A percentile that n does not certify
-is taken lower.
+limits of MLPerf's LoadGen where it has one; a loop 250 ms late spoils any TTFT; shards that begin 100 ms apart are no
+one load any more. A percentile that n does not certify is taken lower.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loadgen.rules import SECOND, Ints, Needs, longest, measured, not_evaluated, readings, serving, when
+from loadgen.rules import (
+    SECOND,
+    Ints,
+    Needs,
+    longest,
+    lost_shards,
+    measured,
+    not_evaluated,
+    per_shard,
+    serving,
+    when,
+)
 from loadgen.stats import certified
 from loadgen.types import OUR_ERRORS, Finding, FindingStatus, OutcomeWord, Seconds
 
@@ -39,6 +50,7 @@ class Options:
     cpu_percent: float = 90.0
     cpu_for: Seconds = Seconds(10)
     seats_share: float = 0.95
+    skew_ms: float = 100.0
 
 
 def needs(options: Options) -> Needs:
@@ -47,7 +59,8 @@ def needs(options: Options) -> Needs:
 
 def check(run: Run, options: Options) -> list[Finding]:
     return [
-        *_lag(run, options), *_cpu(run, options), *_requests(run, options), *_conservation(run), *_clocks(run),
+        *_lag(run, options), *_cpu(run, options), *_requests(run, options), *_skew(run, options),
+        *_conservation(run), *_clocks(run),
     ]  # fmt: skip
 
 
@@ -67,26 +80,51 @@ def _missing(scope: str, why: str) -> list[Finding]:
 
 
 def _lag(run: Run, options: Options) -> list[Finding]:
-    lag = readings(run, "client", "loop_lag_ms", serving(run))
-    if not len(lag):
+    lags = {shard: of for shard, of in per_shard(run, "loop_lag_ms", serving(run)).items() if len(of)}
+    if not lags:
         return _missing("loop lag", "the engine wrote no samples under load")
+    shard, lag = max(lags.items(), key=lambda each: float(each[1].max.max()))
     i = int(lag.max.argmax())
     worst, at = float(lag.max[i]), int(lag.at_ns[i])
     status: FindingStatus = "fail" if worst > options.loop_lag_ms else "pass"
-    message = f"event loop at most {worst:.0f} ms late, at {when(run, at)}"
+    message = f"event loop{_of(shard)} at most {worst:.0f} ms late, at {when(run, at)}"
     return [_finding("loop lag", status, message, worst, options.loop_lag_ms, "ms", len(lag), at)]
 
 
 def _cpu(run: Run, options: Options) -> list[Finding]:
-    cpu = readings(run, "client", "cpu_percent", serving(run))
-    if not len(cpu):
+    cpus = {shard: of for shard, of in per_shard(run, "cpu_percent", serving(run)).items() if len(of)}
+    if not cpus:
         return _missing("cpu", "the engine wrote no samples under load")
-    held_s, since_ns = longest(cpu.min > options.cpu_percent, cpu.at_ns)
+    held = {shard: longest(of.min > options.cpu_percent, of.at_ns) for shard, of in cpus.items()}
+    shard, cpu = max(cpus.items(), key=lambda each: (held[each[0]][0], float(each[1].last.mean())))
+    held_s, since_ns = held[shard]
     status: FindingStatus = "fail" if held_s >= options.cpu_for else "pass"
-    message = f"engine CPU mean {cpu.last.mean():.1f} %, at most {cpu.max.max():.0f} %"
+    message = f"engine CPU{_of(shard)} mean {cpu.last.mean():.1f} %, at most {cpu.max.max():.0f} %"
     if status == "fail":
         message += f", above {options.cpu_percent:.0f} % for {held_s:.0f} s from {when(run, since_ns)}"
     return [_finding("cpu", status, message, held_s, options.cpu_for, "s", len(cpu), since_ns)]
+
+
+def _of(shard: str) -> str:
+    return f" of shard {shard}" if shard else ""
+
+
+def _skew(run: Run, options: Options) -> Iterator[Finding]:
+    """Shards of other machines have their own clocks: how well these are known stands beside it."""
+    starts: dict[str, list[int]] = {}
+    for r in run.journal:
+        if r["event"] == "phase_start":
+            starts.setdefault(str(r.get("phase")), []).append(int(r["at"]))
+    apart = {phase: (max(at) - min(at)) / 1e6 for phase, at in starts.items() if len(at) > 1}
+    if not apart:
+        return
+    phase, ms = max(apart.items(), key=lambda each: each[1])
+    known_ms = max((int(r["error_ns"]) / 1e6 for r in run.journal if r["event"] == "shard_clock"), default=0.0)
+    status: FindingStatus = "fail" if ms > options.skew_ms else "pass"
+    message = f"{len(starts[phase])} shards began {phase} within {ms:.1f} ms"
+    message += f", clocks known to ±{known_ms:.1f} ms" if known_ms else ""
+    yield _finding("start", status, message, ms, options.skew_ms, "ms", len(starts[phase]), min(starts[phase]),
+                   evidence="journal.jsonl")  # fmt: skip
 
 
 def _requests(run: Run, options: Options) -> Iterator[Finding]:
@@ -112,20 +150,23 @@ def _requests(run: Run, options: Options) -> Iterator[Finding]:
         yield from _missing("seats", "no requests were measured at a known concurrency")
     elif failed / n > FAILED_SHARE:
         yield from _missing("seats", f"{failed} of {n} requests failed, seats waited for the server")
+    elif lost := lost_shards(run):
+        yield from _missing("seats", f"those of lost shard {', '.join(map(str, lost))} stayed empty")
     else:
         little = busy_ns / (span[1] - span[0])
         status: FindingStatus = "pass" if abs(little / seats - 1) <= 1 - options.seats_share else "fail"
         message = f"Little's law: {little:.2f} requests in flight by their own times, {seats} seats"
         yield _finding("littles law", status, message, little / seats, options.seats_share, "share", n, span[0],
                        "client_limited", "outcomes")  # fmt: skip
-        held = readings(run, "client", "in_flight", span, ())
-        if not len(held):
+        held = [shard for shard in per_shard(run, "in_flight", span).values() if len(shard)]
+        if not held:
             yield from _missing("seats", "the engine wrote no samples while measuring")
         else:
-            share = float(held.last.mean()) * max(1, len(run.shards)) / seats  # each shard tells of its own seats
+            share = sum(float(shard.last.mean()) for shard in held) / seats  # each shard tells of its own seats
             status = "pass" if share >= options.seats_share else "fail"
             message = f"{100 * share:.1f} % of {seats} seats busy while measuring"
-            yield _finding("seats", status, message, share, options.seats_share, "share", len(held), span[0])
+            yield _finding("seats", status, message, share, options.seats_share, "share", sum(map(len, held)),
+                           span[0])  # fmt: skip
 
 
 def _seats(run: Run) -> int:
@@ -160,6 +201,8 @@ def _conservation(run: Run) -> list[Finding]:
     drained = [r for r in run.journal if r.get("event") == "phase_drained"]
     if not drained or not run.finished:
         return _missing("conservation", "the run has no end on record")
+    if lost := lost_shards(run):
+        return _missing("conservation", f"lost shard {', '.join(map(str, lost))} told of no end")
     words: tuple[OutcomeWord, ...] = ("ok", "failed", "incomplete")
     issued = sum(int(r["issued"]) for r in drained)
     counted: Counter[OutcomeWord] = Counter({w: sum(int(r[w]) for r in drained) for w in words})

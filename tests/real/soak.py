@@ -16,6 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CACHE = HERE.parents[1] / ".cache"
 LOADGEN = Path(sys.executable).parent / "loadgen"
+# What the small real model can carry on one core, and the standard soak for a server with a model of noise.
+SCENARIOS = {"llamacpp": str(HERE / "soak-smollm2.yaml"), "vllm": "soak-600s"}
 STOP_S = 30  # llama.cpp ends its current batch first, vLLM its three processes; then they are killed
 
 
@@ -45,7 +47,7 @@ def main() -> int:
         if word != "listening":
             print(log.read_text(errors="replace")[-2000:].rstrip(), file=sys.stderr)
             return server.wait(STOP_S) or 3
-        run = [str(LOADGEN), "run", "soak-600s", "--url", url, "--duration", args.duration, *more]
+        run = [str(LOADGEN), "run", SCENARIOS[args.server], "--url", url, "--duration", args.duration, *more]
         print(f"soak: {shlex.join(['loadgen', *run[1:]])}", flush=True)
         return subprocess.call(run)
     finally:
