@@ -72,7 +72,7 @@ real-vllm: setup ## the soak against a real vLLM on the CPU (VLLM_VENV=.cache/vl
 	@$(BIN)/python tests/real/soak.py vllm --serve "--venv $(VLLM_VENV)" --duration $(DURATION)
 
 lock: setup ## resolve anew: newest versions that pyproject.toml allows, for every platform
-	$(UV) pip compile pyproject.toml --group dev --extra real --universal --python-version 3.11 --upgrade --quiet \
+	$(UV) pip compile pyproject.toml --group dev --extra real --extra ray --universal --python-version 3.11 --upgrade --quiet \
 	  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make lock" --output-file requirements.lock
 
 lock-check: setup ## the lock installs without a compiler on x86-64 and aarch64, Python 3.11 to 3.14

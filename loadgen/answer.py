@@ -7,9 +7,11 @@ get wrong ends here as an error class or a flag, and nothing of it raises.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from operator import sub
 
 import orjson
 
@@ -45,12 +47,18 @@ STENCILLED = frozenset({"content", "reasoning"})
 STENCIL_WORTH, STENCIL_TRIES = 8, 2
 
 SSE_PREFIXES = (b"data:", b"event:", b"retry:", b"error:", b"id:", b":")
+# Before the JSON of an event; and what of a web page is no text.
+EVENT_HEAD = re.compile(rb"(?:event:[^\n]*\n)?data:")
+MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<!--.*?-->|</?[a-z!][^<>]*>", re.IGNORECASE | re.DOTALL)
 CONTEXT_LIMIT = re.compile(
     r"context[ _](?:length|size|window|limit)|maximum (?:context|input|sequence|prompt)|max_(?:model|seq|total|input)_"
-    r"(?:len|length|tokens)|exceed_context|(?:prompt|input)\b.{0,40}\b(?:too long|longer than|exceeds?)\b",
+    r"(?:len|length|tokens)|exceed_context|(?:prompt|input)\b.{0,40}\b(?:too long|longer than|exceeds?)\b"
+    r"|\binputs?\b.{0,40} must (?:have less than|be <=) |max_num_tokens",
     re.IGNORECASE | re.DOTALL,
 )
 CONTEXT_STATUSES = frozenset({400, 413, 422, 500})
+# "Come back later" where it says when; 529 is Anthropic's.
+OVERLOADED = frozenset({503, 529})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,11 @@ class Answer:
         self.terminal_ns: int | None = None
 
     @property
+    def tail(self) -> bytes | None:
+        """How the next read of a token ends, chunked as HTTP does; None where that is not known."""
+        return None if self._stencil is None else self._stencil.tail
+
+    @property
     def outcome(self) -> Outcome:
         return self._outcome
 
@@ -109,32 +122,45 @@ class Answer:
         self._status = self._outcome.http_status = status
         self._mime = headers.get("content-type", "").partition(";")[0].strip().lower()
         self._outcome.retry_after_s = retry_after_s(headers.get("retry-after"), wall_ns)
+        if self._outcome.retry_after_s is None and (ms := retry_after_s(headers.get("retry-after-ms"), wall_ns)):
+            self._outcome.retry_after_s = ms / 1000  # Azure and OpenAI
         if status not in OK_STATUSES:
             self._body = bytearray()
 
-    def quick(self, data: bytes, at_ns: int) -> bool:
-        """Take a piece that differs from an earlier one in nothing but its text. False: it is for `piece`."""
+    def single(self, reads: list[bytes], times_ns: list[int]) -> tuple[list[bytes], list[int]]:
+        """Reads that end with `tail`, cut where an earlier chunk of them does."""
+        return (reads, times_ns) if self._stencil is None else self._stencil.single(reads, times_ns)
+
+    def quick(self, reads: list[bytes], first: int, times_ns: list[int]) -> int:
+        """Take reads, each a whole HTTP chunk, from `first` on, while they differ from an earlier one in nothing but
+        their text; returns how many. The next one is for the parser and for `piece`."""
         stencil = self._stencil
         if stencil is None or self.last_ns is None or not self._rested:
-            return False
-        text = stencil.text(data)
-        if text is None:
-            return False
+            return 0
+        n, text = stencil.texts(reads, first)
+        if not n:
+            return 0
         outcome = self._outcome
-        gap_ns = at_ns - self.last_ns
-        outcome.gaps_ns.append(gap_ns)
-        self._zero_gaps += not gap_ns
-        self.last_ns = at_ns
-        outcome.chunks += 1
-        self._fitted += 1
-        self._events += 1
+        arrivals = [self.last_ns, *times_ns[first : first + n]]
+        gaps_ns = array("q", map(sub, arrivals[1:], arrivals))
+        outcome.gaps_ns += gaps_ns
+        self._zero_gaps += gaps_ns.count(0)
+        self.last_ns = arrivals[-1]
+        outcome.chunks += n
+        self._fitted += n
+        self._events += n
         self._chars += len(text)
         self._keep(self._reasoning if stencil.kind == "reasoning" else self._text, text)
-        return True
+        return n
 
     def piece(self, data: bytes, at_ns: int) -> None:
         """Some bytes of the body, decompressed."""
         if self._decoder is not None:
+            stencil = self._stencil  # here too: what has piled up must not have the dearer work for it
+            if stencil is not None and self._rested and (text := stencil.text(data)):
+                self._fitted += 1
+                self._take([Event(stencil.kind, text, at_ns)])
+                return
             try:
                 events = self._decoder.feed(data, at_ns)
             except EventTooLargeError as error:
@@ -211,12 +237,16 @@ class Answer:
                 elif not event.index:
                     self._keep(self._text, event.text)
             elif kind == "usage":
-                self._usage.update(event.data or {})
+                for name, number in (event.data or {}).items():
+                    if number or name not in self._usage:  # a zero behind a figure is a field left unfilled
+                        self._usage[name] = number
             elif kind == "finish":
                 if self._finished is None or (self._finished.index and not event.index):
                     self._finished = event
             elif kind == "error":
-                self._fail("in_band_error", event.text, event.at_ns)
+                # Some answer 200 before they look at the prompt's length; an error later on is one of the engine.
+                too_long = not outcome.chunks and CONTEXT_LIMIT.search(event.text)
+                self._fail("context_limit" if too_long else "in_band_error", event.text, event.at_ns)
             elif kind == "done":
                 self.terminal_ns = self.terminal_ns or event.at_ns
 
@@ -326,7 +356,7 @@ class Answer:
         retry = self._outcome.retry_after_s is not None
         if status in (401, 403):
             return "unauthorized", message, end.at_ns
-        if status == 429 or (status == 503 and retry):
+        if status == 429 or (status in OVERLOADED and retry):
             return "rate_limited", message, end.at_ns
         if status in CONTEXT_STATUSES and CONTEXT_LIMIT.search(body.decode(errors="replace")):
             return "context_limit", message, end.at_ns
@@ -384,12 +414,14 @@ class Answer:
 
 
 def told(body: bytes) -> str:
-    """What the body of a refusal says, in one line, whatever its shape."""
+    """What the body of a refusal says, in one line, whatever its shape: JSON, an event of it, a proxy's web page."""
+    event = EVENT_HEAD.sub(b"", body.lstrip()).partition(b"\n\n")[0]
     try:
-        message = error_text(orjson.loads(body))
+        message = error_text(orjson.loads(event))
     except orjson.JSONDecodeError:
         message = None
-    return message or one_line(body.decode(errors="replace")) or "no body"
+    text = body.decode(errors="replace")
+    return message or one_line(MARKUP.sub(" ", text)) or one_line(text) or "no body"
 
 
 def retry_after_s(value: str | None, wall_ns: int) -> float | None:

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from loadgen import __version__, child, clock, live, plugins, scenario, strict
+from loadgen.address import parse_url
 from loadgen.types import Limits, Scenario, Seconds, Secret, Target, UserError, Verdict
 
 EPILOG = (
@@ -86,7 +87,24 @@ def _top(
 # run
 
 
-Url = Annotated[str | None, typer.Option("--url", help="The server, for example http://127.0.0.1:8000.")]
+Urls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        help="The server: http://127.0.0.1:8000, https://…, unix:///PATH. Repeatable: sessions go round the servers.",
+    ),
+]
+CaFile = Annotated[
+    Path | None, typer.Option("--ca-file", help="PEM file of a CA that signed the server's certificate.")
+]
+ClientCert = Annotated[
+    Path | None, typer.Option("--client-cert", help="PEM file of our certificate, if it is asked for.")
+]
+ClientKey = Annotated[Path | None, typer.Option("--client-key", help="Its key, if that is in a file of its own.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Do not check the server's certificate.")]
+ProxyFromEnv = Annotated[
+    bool, typer.Option("--proxy-from-env", help="Use the proxies of HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY.")
+]
 Model = Annotated[str | None, typer.Option("--model", help="The model to ask; default: the only one served.")]
 Dialect = Annotated[
     str | None,
@@ -111,10 +129,15 @@ RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
 @app.command()
 def run(
     name: ScenarioName,
-    url: Url = None,
+    url: Urls = None,
     model: Model = None,
     dialect: Dialect = None,
     api_key_env: KeyEnv = None,
+    ca_file: CaFile = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+    insecure: Insecure = False,
+    proxy_from_env: ProxyFromEnv = False,
     header: Headers = None,
     extra_body: ExtraBody = None,
     duration: Annotated[str | None, typer.Option(help="Length of the measuring phases: 60s, 10m, 8h.")] = None,
@@ -156,6 +179,7 @@ def run(
         raise UserError("--sim-args needs --sim PRESET")
     scene = scenario.load(name, overrides, _duration("--duration", duration))
     target = _asking(_target(scene.target, url, model, api_key_env), dialect, header, extra_body)
+    target = _reached(target, ca_file, client_cert, client_key, insecure, proxy_from_env)
     for line in header or []:
         if SECRET_NAME.search(line.partition(":")[0]):
             raise UserError(f"--header {line.partition(':')[0]}: it would stand in the run folder; use --api-key-env")
@@ -163,7 +187,7 @@ def run(
     count = _shards(shards)
     with _simulator(sim, sim_args) as sim_url:
         if sim_url is not None:
-            target = replace(target, url=sim_url, model=None)
+            target = replace(target, url=sim_url, urls=(), model=None)
         code = _run(replace(scene, target=target), out, wait_s, allow_busy, count, ray, quiet)
     raise typer.Exit(code)
 
@@ -192,14 +216,34 @@ def _print_result(folder: Path, verdict: Verdict) -> None:
     plain.print(Text(f"VERDICT: {verdict.line}", style))
 
 
-def _target(target: Target, url: str | None, model: str | None, api_key_env: str | None) -> Target:
-    if url is not None:
-        target = replace(target, url=_checked_url(url))
+def _target(target: Target, urls: list[str] | None, model: str | None, api_key_env: str | None) -> Target:
+    if urls:
+        checked = tuple(map(_checked_url, urls))
+        target = replace(target, url=checked[0], urls=checked if len(checked) > 1 else ())
     if model is not None:
         target = replace(target, model=model)
     if api_key_env is not None:
         target = replace(target, api_key=Secret(env=api_key_env))
     return target
+
+
+def _reached(
+    target: Target, ca_file: Path | None, cert: Path | None, key: Path | None, insecure: bool, proxy_from_env: bool
+) -> Target:
+    """The target, reached as these options say."""
+
+    def full(given: Path | None, known: str | None) -> str | None:
+        return known if given is None else str(given.absolute())  # a shard runs elsewhere
+
+    target = replace(
+        target,
+        ca_file=full(ca_file, target.ca_file),
+        client_cert=full(cert, target.client_cert),
+        client_key=full(key, target.client_key),
+    )
+    if insecure:
+        target = replace(target, verify_tls=False)
+    return replace(target, proxy="env") if proxy_from_env else target
 
 
 def _asking(target: Target, dialect: str | None, headers: list[str] | None, extra_body: str | None) -> Target:
@@ -225,6 +269,9 @@ def _asking(target: Target, dialect: str | None, headers: list[str] | None, extr
 
 def _checked_url(url: str) -> str:
     """The server's base address: scheme and host must stand, a trailing /v1 is what people paste."""
+    if re.match(r"(http\+)?unix://", url):
+        parse_url(url)
+        return url
     if not re.match(r"https?://[^/\s]+", url):
         raise UserError(f"{url}: not a URL of a server; write it like http://127.0.0.1:8000")
     return re.sub(r"(/v1)?/*$", "", url)
@@ -413,6 +460,11 @@ def probe(
     model: Model = None,
     dialect: Dialect = None,
     api_key_env: KeyEnv = None,
+    ca_file: CaFile = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+    insecure: Insecure = False,
+    proxy_from_env: ProxyFromEnv = False,
     header: Headers = None,
     extra_body: ExtraBody = None,
     prompt: Annotated[str, typer.Option(help="What to ask.")] = "Say hello in one short sentence.",
@@ -426,6 +478,12 @@ def probe(
     idle_timeout: Annotated[str, typer.Option(help="Limit: no byte.")] = f"{_LIMITS.idle_timeout:g}s",
     progress_timeout: Annotated[str, typer.Option(help="Limit: no token.")] = f"{_LIMITS.progress_timeout:g}s",
     timeout: Annotated[str, typer.Option(help="Limit: the whole request.")] = f"{_LIMITS.timeout:g}s",
+    cancel_after: Annotated[
+        str | None,
+        typer.Option(
+            help="Cut one request after so long and see when the server's running gauge falls. Exit 1: never."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per request on standard output.")] = False,
 ) -> None:
     """Is it alive, and what does one request look like? Exit 0 when every request succeeded, else 1."""
@@ -439,9 +497,22 @@ def probe(
         progress_timeout=_duration("--progress-timeout", progress_timeout) or Seconds(0),
         timeout=_duration("--timeout", timeout) or Seconds(0),
     )
-    target = _asking(_target(Target(), url, model, api_key_env), dialect, header, extra_body)
+    target = _asking(_target(Target(), [url], model, api_key_env), dialect, header, extra_body)
+    target = _reached(target, ca_file, client_cert, client_key, insecure, proxy_from_env)
     target = replace(target, endpoint=endpoint)
     headers = secrets.headers(target)
+
+    async def cut(after_s: float) -> bool:
+        seen = await probing.cancel(
+            target, limits, headers=headers, model=model, prompt=prompt, max_tokens=max_tokens, after_s=after_s
+        )
+        if as_json:
+            sys.stdout.write(orjson.dumps(seen).decode() + "\n")
+        elif seen["cancel_seen_ms"] is None:
+            plain.print(f"the server still counts it as running after {probing.CANCEL_SEEN_S:g} s")
+        else:
+            plain.print(f"the server stopped counting it as running after {seen['cancel_seen_ms']:.0f} ms")
+        return seen["cancel_seen_ms"] is not None
 
     async def ask() -> bool:
         all_ok = True
@@ -467,7 +538,8 @@ def probe(
 
     import uvloop
 
-    raise typer.Exit(0 if uvloop.run(ask()) else 1)
+    after_s = _duration("--cancel-after", cancel_after)
+    raise typer.Exit(0 if uvloop.run(ask() if after_s is None else cut(after_s)) else 1)
 
 
 @app.command()

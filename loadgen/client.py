@@ -24,15 +24,13 @@ from loadgen.answer import ERROR_BODY_BYTES, MAX_BODY_BYTES, Answer, told
 from loadgen.clock import now_ns
 from loadgen.connect import connect
 from loadgen.dialects import Dialect, one_line
-from loadgen.exchange import Exchange, Sink
+from loadgen.exchange import SLICE_NS, Exchange, Sink
 from loadgen.http1 import request_head, with_length
-from loadgen.receive import Connection, KernelReaders
+from loadgen.receive import Connection, KernelReaders, keep_stamping
 from loadgen.types import Limits, NotReadyError, Outcome, Request, Seconds, Target, UserError
 
 T = TypeVar("T")
 
-# Decoding in one turn of the loop; a stamp is late by at most this much because of it.
-SLICE_NS = 1_000_000
 # How long `close` waits for connections to be gone.
 CLOSE_S = 1.0
 
@@ -58,8 +56,15 @@ class Body:
     def begin(self, status: int, headers: Mapping[str, str], wall_ns: int) -> None:
         self.status, self.headers = status, headers
 
-    def quick(self, data: bytes, at_ns: int) -> bool:
-        return False
+    @property
+    def tail(self) -> bytes | None:
+        return None
+
+    def single(self, reads: list[bytes], times_ns: list[int]) -> tuple[list[bytes], list[int]]:
+        return reads, times_ns
+
+    def quick(self, reads: list[bytes], first: int, times_ns: list[int]) -> int:
+        return 0
 
     def piece(self, data: bytes, at_ns: int) -> None:
         self.last_ns = at_ns  # any byte is progress here
@@ -119,6 +124,8 @@ class Client:
         ways = routes(target, os.environ)
         self._servers = [Server(way, self._head("POST", way, target.endpoint or dialect.PATH)) for way in ways]
         self._kernel_times = kernel_times
+        if kernel_times:
+            keep_stamping()
         self.kernel: KernelReaders | None = None
         self._last_token_ns: int | None = None
         self._free = max(1, connections)
@@ -141,6 +148,8 @@ class Client:
     @property
     def last_token_ns(self) -> int | None:
         """When any stream last gave a token; None before the first."""
+        for exchange in self._active:
+            exchange.work_off()
         last = [at_ns for exchange in self._active if (at_ns := exchange.sink.last_ns) is not None]
         if last:
             self._last_token_ns = max(self._last_token_ns or 0, *last)

@@ -289,6 +289,7 @@ class _Actors:
 
     def __init__(self, ray: Any, actors: Sequence[Any], places: Sequence[str]) -> None:
         self.ray, self.actors, self.places = ray, actors, places
+        self.machines = len(set(places))
         self.shards: list[RayShard] = []
 
     def start(self, folder: Path, shards: int, headers: dict[str, str]) -> Sequence[Shard]:
@@ -369,7 +370,12 @@ def _join(ray: Any, address: str, shards: int) -> str | None:
         else:
             if address != "auto":
                 _reach(address)
-            ray.init(address, **quiet)
+            try:
+                ray.init(address, **quiet)
+            except ConnectionError as error:
+                raise UserError(
+                    f"--ray {address}: {_one_line(error)} (has this node joined it, with its token?)"
+                ) from None
         cores = int(ray.cluster_resources().get("CPU", 0))
         if cores < shards:
             raise UserError(f"--ray {address}: {cores} CPUs in the cluster, {shards} shards need one each")

@@ -189,6 +189,7 @@ class Engine:
         self.now_ns = now_ns
         self.off_loop = off_loop
         self.stop = Stop()
+        self.servers = count(shard)  # round robin over the servers of the target; shards begin at different ones
         self.total = Tally()
         self.in_flight: Counter[str] = Counter()
         self.classes: dict[str, ClassSpec] = dict(scene.classes)
@@ -355,6 +356,7 @@ class Engine:
         """The outcomes of all its turns, as many as the phase stays open for."""
         outcomes: list[Outcome] = []
         due_ns = self.now_ns()
+        server = next(self.servers)  # one server for all turns: its prefix cache is what a conversation lives on
         while True:
             request = await self._next_turn(session, outcomes[-1] if outcomes else None, name)
             if request is None or not phase.open:
@@ -363,6 +365,7 @@ class Engine:
             phase.tally.issued += 1
             self.total.issued += 1
             request.phase, request.seat, request.due_ns = phase.spec.label, seat, due_ns
+            request.server = server
             outcome = await self._ask(request)
             self.total.count(outcome)
             phase.tally.count(outcome)

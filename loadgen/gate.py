@@ -96,9 +96,10 @@ class Shard(Protocol):
 
 
 class Crew(Protocol):
-    """Whoever runs the shards. A phase begins `lead_s` after the last READY."""
+    """Whoever runs the shards, on so many machines. A phase begins `lead_s` after the last READY."""
 
     lead_s: float
+    machines: int
 
     def start(self, folder: Path, shards: int, headers: dict[str, str]) -> Sequence[Shard]: ...
     def end(self, wait_s: float) -> None: ...

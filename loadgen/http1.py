@@ -19,8 +19,6 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 # One read (256 KiB at most) may inflate 1000-fold; more than this from one read is an attack or an accident.
 MAX_INFLATED_BYTES = 64 * 1024 * 1024
-# The size of a chunk in hexadecimal digits, without extensions, and its CRLF.
-MAX_SIZE_BYTES = 10
 # What of a foreign head is quoted in messages.
 QUOTED_BYTES = 40
 
@@ -42,7 +40,7 @@ class Response:
     """
 
     __slots__ = (
-        "_at_ns", "_between", "_head_bytes", "_inflate", "_parser", "complete", "head_ns", "headers",
+        "_at_ns", "_head_bytes", "_inflate", "_parser", "between", "complete", "head_ns", "headers",
         "keep_alive", "leftover", "pending_bytes", "pieces", "status", "truncated",
     )  # fmt: skip
 
@@ -57,7 +55,7 @@ class Response:
         self.leftover = False
         self.keep_alive = False
         self._at_ns = 0
-        self._between = False  # the parser stands between two chunks of an uncompressed body
+        self.between = False  # it stands between two chunks of an uncompressed body: who knows the next may skip it
         self._head_bytes = 0
         self._inflate: _Inflate | None = None
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
@@ -67,31 +65,13 @@ class Response:
             lenient_chunked_length=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
         )
 
-    def chunk(self, data: bytes) -> bytes | None:
-        """The body of the one whole chunk that these bytes are, as nearly all reads of a stream; None: `feed` them.
-
-        Its size and its end are looked at here, so that the parser, which stands between two chunks before and after
-        it, need not see it at all.
-        """
-        if not self._between:
-            return None
-        start = data.find(b"\r\n", 1, MAX_SIZE_BYTES) + 2
-        size = data[: start - 2]
-        if start < 3 or not size.isalnum():
-            return None
-        try:
-            end = start + int(size, 16)
-        except ValueError:
-            return None
-        return data[start:end] if start < end == len(data) - 2 and data.endswith(b"\r\n") else None
-
     def feed(self, data: bytes, at_ns: int) -> None:
         """Take the bytes of one read. Raises ProtocolError; what was complete before the fault stays readable."""
         if self._parser is None or self.complete:
             self.leftover = True
             return
         self._at_ns = at_ns
-        self._between = False
+        self.between = False
         self._head_bytes += len(data) if self.head_ns is None else 0
         try:
             self._parser.feed_data(data)
@@ -109,7 +89,7 @@ class Response:
         if self.head_ns is None and self._head_bytes > MAX_HEAD_BYTES:
             raise ProtocolError(f"response head exceeds {MAX_HEAD_BYTES} bytes")
         # A line that has only begun does not end in CRLF: whoever stood between two chunks then still stands there.
-        self._between = self._between and self._inflate is None and not self.complete and data.endswith(b"\r\n")
+        self.between = self.between and self._inflate is None and not self.complete and data.endswith(b"\r\n")
 
     def eof(self) -> None:
         """The other side closed. A body without a length ends here; anything else is truncated."""
@@ -151,10 +131,10 @@ class Response:
             raise EncodingError(f"content-encoding {encoding!r}, though identity was asked for")
 
     def on_chunk_header(self) -> None:
-        self._between = False
+        self.between = False
 
     def on_chunk_complete(self) -> None:
-        self._between = True
+        self.between = True
 
     def on_body(self, body: bytes) -> None:
         if self.complete:

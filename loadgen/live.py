@@ -33,7 +33,7 @@ _TOLD = {
     "class_left_out": "{cls} left out: {why}",
     "signal": "{name}: stopping, press again to stop at once",
     "lane_exit": "the {lane} monitors ended with code {rc}",
-    "shard_exit": "engine {shard} is lost ({rc}): {text}",
+    "shard_exit": "engine {shard} is lost: {text}",
     "note": "{text}",
 }
 # Calm bookkeeping of monitors, no news.

@@ -37,7 +37,7 @@ FRAME_PROBES = 2
 # A class whose workload names no minimum is left out rather than shrunk below this.
 MIN_PROMPT_TOKENS = 64
 # Requests that run on the server before ours; names of vLLM, SGLang and llama.cpp.
-_RUNNING = re.compile(
+RUNNING = re.compile(
     r"^(?:vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing)(?:\{[^}]*\})? ([0-9.eE+]+)",
     re.MULTILINE,
 )
@@ -135,7 +135,7 @@ async def _identify(scene: Scenario, client: Client) -> Facts:
     model, entry = _choose(scene, models)
     props = await _optional(client, "/props")
     version = await _optional(client, "/version")
-    running = _RUNNING.findall(await _optional_text(client, "/metrics"))
+    running = RUNNING.findall(await _optional_text(client, "/metrics"))
     engine = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}.get(str(entry.get("owned_by")))
     context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
     slots = None
@@ -230,6 +230,8 @@ async def _generate(scene: Scenario, client: Client, facts: Facts) -> Facts:
     what = f"{scene.target.url}: a first small request failed: {outcome.error_message or outcome.error_class}"
     if outcome.error_class == "unauthorized":
         raise UserError(f"{what}; give the key with --api-key-env NAME")
+    if outcome.error_class == "unexpected_content_type":
+        raise UserError(f"{what}; does this address serve {scene.target.dialect}?")
     if outcome.error_class == "http_error" and (outcome.http_status or 0) < 500:
         raise UserError(f"{what}; is {scene.target.endpoint or 'the endpoint'} right for this server?")
     raise NotReadyError(what)

@@ -14,12 +14,15 @@ from loadgen import plugins
 from loadgen.client import Client
 from loadgen.clock import now_ns
 from loadgen.dialects import Dialect, one_line
+from loadgen.preflight import RUNNING
 from loadgen.types import Limits, Outcome, Request, Target, UserError
 
 # A server may ask for an hour; a probe is there to tell, so it waits this long at most (as a seat of a run does).
 MAX_RETRY_AFTER_S = 60.0
 # From here on, the words of a prompt are a lower bound of its tokens that is worth comparing with `usage`.
 LONG_PROMPT_WORDS = 64
+# After a cut: how long and how often the server's gauge is watched. Engines notice within a step, proxies in seconds.
+CANCEL_SEEN_S, GAUGE_EVERY_S = 30.0, 0.01
 
 
 async def probe(
@@ -79,6 +82,58 @@ async def probe(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await client.close()
+
+
+async def cancel(
+    target: Target,
+    limits: Limits,
+    *,
+    headers: Mapping[str, str],
+    model: str | None,
+    prompt: str,
+    max_tokens: int,
+    after_s: float,
+) -> dict[str, Any]:
+    """Cut one request `after_s` after it was begun, by closing its connection, and watch the server's gauge of running
+    requests. `cancel_seen_ms`: until it had fallen to what it was before; None: not within CANCEL_SEEN_S. Raises
+    UserError where there is nothing to see: no gauge, or the answer ended first."""
+    dialect = cast(Dialect, plugins.load("dialects", target.dialect))
+    client = Client(target, limits, dialect, model=model or "", headers=headers, connections=2)
+
+    async def running() -> float:
+        found = RUNNING.findall(await client.get_text("/metrics"))
+        if not found:
+            raise UserError(f"{target.url} /metrics: no gauge of running requests, so a cut cannot be seen")
+        return sum(map(float, found))
+
+    try:
+        before = await running()
+        chosen = model or await _first_model(client)
+        message = {"role": "user", "content": prompt}
+        request = Request("cut", "probe", [message], max_tokens, ignore_eos=True, phase="probe", due_ns=now_ns())
+        asking = asyncio.create_task(client.send(request, dialect.encode(request, chosen, target.extra_body)))
+        done, _ = await asyncio.wait({asking}, timeout=after_s)
+        during = await running()
+        if done or asking.done():
+            outcome = asking.result()
+            why = outcome.error_message or "more --max-tokens, or an earlier cut"
+            raise UserError(f"the request ended before it could be cut: {outcome.outcome} ({why})")
+        cut_ns = now_ns()
+        asking.cancel()
+        await asyncio.wait({asking})
+        seen_ms = None
+        while seen_ms is None and now_ns() - cut_ns < CANCEL_SEEN_S * 1e9:
+            if await running() <= before:
+                seen_ms = (now_ns() - cut_ns) / 1e6
+            else:
+                await asyncio.sleep(GAUGE_EVERY_S)
+        return {
+            "cancel_seen_ms": None if seen_ms is None else round(seen_ms, 3),
+            "running_before": before,
+            "running_during": during,
+        }
+    finally:
         await client.close()
 
 

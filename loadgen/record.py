@@ -201,7 +201,7 @@ _PLAIN = (
     "id", "cls", "phase", "seat", "cache", "outcome", "due_ns", "error_class", "error_message", "http_status",
     "retry_after_s", "finish_reason", "sent_ns", "first_byte_ns", "first_ns", "first_output_ns", "last_ns", "done_ns",
     "connect_ns", "queue_ns", "chunks", "prompt_tokens", "cached_tokens", "output_tokens", "output_tokens_source",
-    "reasoning_tokens", "prompt_tokens_target", "max_tokens",
+    "reasoning_tokens", "prompt_tokens_target", "max_tokens", "times", "inexact",
 )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def _outcome_line(o: Outcome) -> bytes:
     line: Json = {}
     for name in _PLAIN:
         value = getattr(o, name)
-        if value is not None:
+        if value is not None and (value or name != "inexact"):
             line[name] = value
     if o.error_message and len(o.error_message) > TEXT_CHARS:
         line["error_message"] = o.error_message[:TEXT_CHARS]
@@ -317,6 +317,8 @@ class _Windows:
             self._of(prefix + metric).record((us,))
         if o.outcome == "ok" and o.gaps_ns:
             self._of(prefix + "gap").record(self._hist.whole_us(o.gaps_ns))
+        if o.lags_ns:  # ours, so of failures too
+            self._of(prefix + "lag").record(self._hist.whole_us(o.lags_ns))
 
     def flush(self) -> None:
         end_ns = self._start_ns + WINDOW_S * NS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.summary import Bar, ClassRow, Event, Extreme, Figure, Summary
+from loadgen.summary import Bar, ClassRow, Event, Extreme, Figure, Summary, Times
 from loadgen.types import Finding, UserError
 
 BLOCK_LINES = 15
@@ -160,6 +160,15 @@ def _generator_line(s: Summary) -> str:
             + ("" if flat is None else f" (±{flat / (1 << 20):.1f} MiB in the last half)")
         )
     return ", ".join(said) or "not observed"
+
+
+def _times_line(times: Times) -> str:
+    source = {"kernel": "kernel times", "read": "times of our reads"}.get(times.source or "", "times of both kinds")
+    share = f", {100 * (times.inexact_share or 0.0):.2g} % inexact"
+    if times.lag is None:
+        return source + share
+    late = [_ms(times.lag.percentiles[p].ms) for p in ("p50", "p99") if p in times.lag.percentiles]
+    return f"{source}{share}, read {' / '.join([*late, _ms(times.lag.max_ms)])} late (p50 / p99 / max)"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
@@ -106,6 +106,19 @@ class ClassRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """What the measured times are worth. `source`: the kernel's receive times, or those of our reads (`mixed`: both).
+    `inexact_share` of the chunks waited in one read with a later one and got its time. `lag`: how late we read what the
+    kernel had received. `achieved_seats`: requests in flight, on average, of as many as were wanted."""
+
+    source: str | None = None
+    chunks: int = 0
+    inexact_share: float | None = None
+    lag: Figure | None = None
+    achieved_seats: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Functional:
     """What one class could do alone on the idle server; `left_out` says why it was not asked under load."""
 
@@ -188,6 +201,7 @@ class Summary:
     extremes: tuple[Extreme, ...] = ()
     events: tuple[Event, ...] = ()
     rss_spread_last_half_bytes: float | None = None
+    times: Times = Times()
     thresholds: dict[str, Json] = field(default_factory=dict)
     fingerprint: Json = field(default_factory=dict)
 
@@ -247,7 +261,7 @@ def _scrub(value: Any, names: Sequence[str]) -> Any:
 def summarise(run: Run, verdict: Verdict, thresholds: Mapping[str, Any]) -> Summary:
     """Three passes: outcomes, windows, samples. The verdict's own texts are taken to be redacted already."""
     names, span = host_names(run), measured(run)
-    tally = _tally(run)
+    tally, hists = _tally(run), _latencies(run)
     seconds = None if span is None else (span[1] - span[0]) / SECOND
     plan = [float(p.duration) for p in run.scenario.phases if p.kind == "measure" and p.duration is not None]
     extremes, events = _watched(run)
@@ -266,7 +280,7 @@ def summarise(run: Run, verdict: Verdict, thresholds: Mapping[str, Any]) -> Summ
         planned_s=sum(plan) if plan else None,
         measured_s=seconds,
         requests=Counts(*(sum(row[word] for row in tally.rows.values()) for word in ("ok", "failed", "incomplete"))),
-        classes=tuple(_rows(run, tally, seconds)),
+        classes=tuple(_rows(hists, tally, seconds)),
         errors=dict(tally.errors.most_common()),
         flags=dict(sorted(tally.flags.items())),
         functional=tuple(_functional(run, tally, names)),
@@ -275,9 +289,13 @@ def summarise(run: Run, verdict: Verdict, thresholds: Mapping[str, Any]) -> Summ
         extremes=tuple(extremes),
         events=tuple(events),
         rss_spread_last_half_bytes=_rss_spread(run),
+        times=_times(run, tally, hists),
         thresholds={name: strict.plain(options) for name, options in thresholds.items()},
         fingerprint={part: _scrub(run.environment[part], names) for part in FINGERPRINT if part in run.environment},
     )  # fmt: skip
+
+
+_Hists: TypeAlias = dict[tuple[str, str, str], Hist]
 
 
 @dataclass(slots=True)
@@ -289,6 +307,9 @@ class _Tally:
     flags: Counter[str] = field(default_factory=Counter)
     asked: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+    chunks: int = 0
+    inexact: int = 0
 
 
 def _tally(run: Run) -> _Tally:
@@ -304,6 +325,10 @@ def _tally(run: Run) -> _Tally:
         row = tally.rows.setdefault((o.cls, o.cache), Counter())
         row[o.outcome] += 1
         tally.flags.update(o.flags)
+        tally.chunks += o.chunks
+        tally.inexact += o.inexact
+        if o.times is not None and o.chunks:
+            tally.sources[o.times] += 1
         if o.outcome != "ok":
             tally.errors[o.error_class or "unknown"] += o.outcome == "failed"
             continue
@@ -315,8 +340,7 @@ def _tally(run: Run) -> _Tally:
     return tally
 
 
-def _rows(run: Run, tally: _Tally, seconds: float | None) -> Iterator[ClassRow]:
-    hists = _latencies(run)
+def _rows(hists: _Hists, tally: _Tally, seconds: float | None) -> Iterator[ClassRow]:
     for (cls, cache), row in sorted(tally.rows.items()):
         known = {s: row[f"tokens {s}"] for s in ("usage", "estimated") if row[f"tokens {s}"]}
         source = next(iter(known)) if len(known) == 1 else "mixed" if known else None
@@ -333,10 +357,10 @@ def _rows(run: Run, tally: _Tally, seconds: float | None) -> Iterator[ClassRow]:
         )  # fmt: skip
 
 
-def _latencies(run: Run) -> dict[tuple[str, str, str], Hist]:
+def _latencies(run: Run) -> _Hists:
     """The interval logs of the measuring phases, merged per class, cache intent and metric."""
     phases = {tag_part(p.name) for p in run.phases if p.kind == "measure"}
-    merged: dict[tuple[str, str, str], Hist] = {}
+    merged: _Hists = {}
     for tag, _, _, hist in run.windows():
         if tag.phase in phases:
             merged.setdefault((tag.cls, tag.cache, tag.metric), Hist()).add(hist)
@@ -411,6 +435,21 @@ def _watched(run: Run) -> tuple[list[Extreme], list[Event]]:
         if (m, k) == (monitor, metric)
     ]  # fmt: skip
     return extremes, sorted(happened.values(), key=lambda e: (e.first_s, e.monitor, e.name))
+
+
+def _times(run: Run, tally: _Tally, hists: _Hists) -> Times:
+    lag = Hist()
+    for (_, _, metric), hist in hists.items():
+        if metric == "lag":
+            lag.add(hist)
+    held = [shard for shard in per_shard(run, "in_flight", measured(run)).values() if len(shard)]
+    return Times(
+        source=next(iter(tally.sources)) if len(tally.sources) == 1 else "mixed" if tally.sources else None,
+        chunks=tally.chunks,
+        inexact_share=tally.inexact / tally.chunks if tally.chunks else None,
+        lag=_figure(lag, False) if lag.n else None,
+        achieved_seats=sum(float(shard.last.mean()) for shard in held) if held else None,
+    )
 
 
 def _rss_spread(run: Run) -> float | None:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,7 @@ from loadgen.client import Client
 from loadgen.gate import Barrier, Crew, Exit, Shard, Start
 from loadgen.live import Progress
 from loadgen.record import Journal, write_json, write_text
+from loadgen.rules import on_this_host
 from loadgen.types import Json, Lane, Scenario, UserError, Verdict
 
 LANES: tuple[Lane, ...] = ("fast", "gpu", "slow")
@@ -102,6 +104,7 @@ class _Processes:
     """Shards as processes of this machine. One alone starts at once; several are told when."""
 
     lead_s = LEAD_S
+    machines = 1
 
     def __init__(self) -> None:
         self.shards: list[_LocalShard] = []
@@ -136,10 +139,14 @@ class _Signals:
 def run(scene: Scenario, plan: Plan, view: View) -> tuple[Path, Verdict]:
     """Raises UserError or NotReadyError before any load is sent; after that there is always a verdict."""
     headers = secrets.headers(scene.target)
-    shards = how_many(plan.shards, scene.concurrency, _cores())
+    # a cluster refuses what it has no cores for
+    shards = how_many(plan.shards, scene.concurrency, _cores() if plan.ray is None else sys.maxsize)
     if plan.shards is None:
         view.say(f"{shards} shard{'s' * (shards > 1)}: {scene.concurrency} seats, {SEATS_PER_SHARD} a core")
     with _crew(plan, shards, view) as crew:
+        here = [url for url in scene.target.urls or (scene.target.url,) if on_this_host(url)]
+        if crew.machines > 1 and here:
+            raise UserError(f"{here[0]} is another machine on each of {crew.machines} nodes: give the server's address")
         folder = _run(scene, plan, headers, shards, crew, view)
     return folder, verdict.judge(folder)
 
@@ -349,7 +356,8 @@ def _watch(
             if (found := shard.exit()) is not None:
                 exits[shard.number] = found
                 barrier.gone(shard.number)
-                journal.event("shard_exit", shard=shard.number, rc=found.rc, text=found.text)
+                text = found.text or (None if found.rc == 0 else f"exit {found.rc}")
+                journal.event("shard_exit", shard=shard.number, rc=found.rc, text=text)
             elif ready_ns is not None and shard.number not in barrier.waiting and clock.now_ns() > ready_ns:
                 shard.lose(f"not ready after {READY_S:g} s")
         if (opened := barrier.open()) is not None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from loadgen import preflight, scenario
+from loadgen.client import Client
+from loadgen.dialects import openai_chat
 from loadgen.probe import probe
-from loadgen.types import Limits, Seconds, Target
+from loadgen.types import Limits, Seconds, Target, UserError
 from tests.scripted import Scripted, serve
 
 CASES = {
@@ -58,7 +64,7 @@ def played() -> dict[str, tuple[list[dict[str, Any]], Scripted]]:
 
 def _compare(answer: dict[str, Any], expect: dict[str, Any]) -> None:
     """One answer against `expect`, through the words of outcomes in `loadgen/dialects/README.md`."""
-    known = {
+    known: dict[str, Callable[[Any], bool]] = {
         "outcome": lambda want: answer["outcome"] == ("ok" if want == "ok_flagged" else want),
         "text_length": lambda want: len(answer["text"]) == want,
         "partial_text": lambda want: answer["text"] == want,
@@ -103,3 +109,42 @@ def test_case_is_reported_as_it_was(name: str) -> None:
         assert all(answer["outcome"] == "ok" for answer in answers)
     if "gap_between_requests_ms" in expect:
         assert server.times_ms[1] - server.times_ms[0] >= expect["gap_between_requests_ms"]["min"]
+
+
+def _examined(name: str, model: str | None) -> tuple[preflight.Preflight | UserError, Scripted]:
+    """What preflight makes of a case's server, and what the server saw."""
+
+    async def examine() -> tuple[preflight.Preflight | UserError, Scripted]:
+        async with serve(CASES[name]["input"]["play"]) as server:
+            target = Target(url=server.url, model=model)
+            scene = replace(scenario.load("smoke"), target=target)
+
+            def connect(model: str) -> Client:
+                return Client(target, Limits(), openai_chat, model=model, headers={}, connections=1)
+
+            try:
+                return await preflight.examine(scene, connect, wait_s=10, busy_ok=True, say=lambda text: None), server
+            except UserError as error:
+                return error, server
+
+    return uvloop.run(examine())
+
+
+def test_loading_server_is_waited_for_before_anything_is_measured() -> None:
+    found, server = _examined("http-503-loading-then-ok", "test-model")
+    assert isinstance(found, preflight.Preflight)
+    attempts = CASES["http-503-loading-then-ok"]["expect"]["readiness_attempts_min"]
+    assert server.paths[:attempts] == ["/v1/models"] * attempts
+    gaps = [later - earlier for earlier, later in pairwise(server.times_ms[:attempts])]
+    assert min(gaps) >= 900, "a server that loads is not hammered"
+
+
+@pytest.mark.parametrize("model", [None, "test-model"])
+def test_web_page_in_place_of_a_server_fails_at_once_as_a_mistake_of_the_address(model: str | None) -> None:
+    found, server = _examined("http-health-200-html", model)
+    assert isinstance(found, UserError)
+    assert found.exit_code == 3
+    assert "text/html" in str(found)
+    assert "<!DOCTYPE html>" in str(found)
+    assert set(server.paths).isdisjoint({"/health"})
+    assert server.paths.count("/v1/chat/completions") <= 1

@@ -182,6 +182,16 @@ def test_probe_prints_one_object_per_request_and_says_by_its_code_how_it_went(
     assert [line["error_class"] for line in lines] == ["connect_refused"] * 3
 
 
+def test_probe_cuts_a_request_and_tells_when_the_server_has_noticed(
+    capsys: pytest.CaptureFixture[str], sim_url: str
+) -> None:
+    code, out, err = call(capsys, "probe", sim_url, "--cancel-after", "300ms", "--max-tokens", "2000", "--json")
+    assert code == 0, err
+    seen = json.loads(out)
+    assert seen["running_during"] == seen["running_before"] + 1
+    assert 0 < seen["cancel_seen_ms"] < 5000
+
+
 def test_credentials_and_paths_are_gone_from_the_kept_command_line() -> None:
     argv = [
         "run",

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import uvloop
 
-from loadgen.address import connect_failure, parse_url
+from loadgen.address import connect_failure, parse_url, routes
 from loadgen.client import Client, NoEndpointError
 from loadgen.dialects import openai_chat
 from loadgen.probe import describe, probe, sentence
@@ -619,3 +621,162 @@ def test_probe_without_a_model_asks_for_one_only_when_the_server_insists() -> No
     }
     found, paths, bodies = probed({"routes": routes}, model=None)
     assert (found[0]["outcome"], len(paths), b'"model":"tiny"' in bodies[-1]) == ("ok", 3, True)
+
+
+# Ways to a server ----------------------------------------------------------------------------------------------------
+
+
+def reached(target: Target, play: dict[str, Any] | None = None, tls: ssl.SSLContext | None = None) -> Outcome:
+    """One request to a server on loopback, its port put into the target's URL."""
+
+    async def run() -> Outcome:
+        async with serve(play or always(HELLO), tls=tls) as server:
+            there = replace(target, url=f"{'https' if tls else 'http'}://127.0.0.1:{server.port}")
+            client = Client(there, limits(connect_timeout=2), openai_chat, model="m", headers={}, connections=1)
+            try:
+                return await ask(client)
+            finally:
+                await client.close()
+
+    return uvloop.run(run())
+
+
+def test_certificate_of_an_own_ca_is_believed_when_it_is_named() -> None:
+    outcome = reached(Target(ca_file=str(TLS / "cert.pem")), tls=tls_server())
+    assert (outcome.outcome, outcome.times) == ("ok", "read")
+
+
+def test_server_that_asks_for_our_certificate_gets_it() -> None:
+    def asking() -> ssl.SSLContext:
+        context = tls_server()
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(TLS / "cert.pem")
+        return context
+
+    own = Target(ca_file=str(TLS / "cert.pem"))
+    shown = replace(own, client_cert=str(TLS / "cert.pem"), client_key=str(TLS / "key.pem"))
+    assert reached(shown, tls=asking()).outcome == "ok"
+    assert reached(own, tls=asking()).outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"ca_file": "/nowhere.pem"}, {"client_cert": "/nowhere.pem"}, {"client_key": "/nowhere.pem"}]
+)
+def test_certificate_file_that_is_none_is_the_users_error(fields: dict[str, str]) -> None:
+    (name,) = fields
+    with pytest.raises(UserError, match=name):
+        routes(Target(url="https://h", **fields), {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["unix://{}", "http+unix://{quoted}/v1"])
+def test_unix_socket_is_a_target(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "s"
+
+    async def run() -> Outcome:
+        async with serve(always(HELLO)) as server:
+
+            async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                there, back = await asyncio.open_connection("127.0.0.1", server.port)
+                await asyncio.wait(
+                    {asyncio.create_task(copied(reader, back)), asyncio.create_task(copied(there, writer))}
+                )
+
+            async with await asyncio.start_unix_server(carry, path):
+                url = form.format(path, quoted=quote(str(path), safe=""))
+                async with connected(url) as client:
+                    outcome = await ask(client)
+                    assert "host: localhost\r\n" in server.heads[0]
+                    return outcome
+
+    outcome = uvloop.run(run())
+    assert (outcome.text, outcome.times) == ("Hello", "read")
+    assert unreachable(f"unix://{tmp_path}/none").error_class == "connect_refused"
+
+
+async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_proxy_of_the_environment_is_used_when_asked_for_and_only_then(
+    tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def run(target: Target) -> Outcome:
+        async with serve(always(HELLO), tls=tls_server() if tls else None) as server:
+
+            async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                asked.append(head)
+                there, back = await asyncio.open_connection("127.0.0.1", server.port)
+                if head.startswith("CONNECT"):
+                    writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                else:
+                    back.write(head.encode())
+                await asyncio.wait(
+                    {asyncio.create_task(copied(reader, back)), asyncio.create_task(copied(there, writer))}
+                )
+
+            async with await asyncio.start_server(proxy, "127.0.0.1", 0) as listening:
+                port = listening.sockets[0].getsockname()[1]
+                monkeypatch.setenv("https_proxy" if tls else "http_proxy", f"http://me:pass%20word@127.0.0.1:{port}")
+                url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}"
+                there = replace(target, url=url, ca_file=str(TLS / "cert.pem"))
+                client = Client(there, limits(connect_timeout=2), openai_chat, model="m", headers={}, connections=1)
+                outcome = await ask(client)
+                await client.close()
+                return outcome
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert (uvloop.run(run(Target())).outcome, asked) == ("ok", [])
+    assert uvloop.run(run(Target(proxy="env"))).text == "Hello"
+    (head,) = asked
+    assert head.startswith("CONNECT 127.0.0.1:" if tls else "POST http://127.0.0.1:")
+    assert "proxy-authorization: basic bwu6cgfzcyb3b3jk\r\n" in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "host"),
+    [
+        ("http://a.b", {"http_proxy": "http://p:1"}, "p"),
+        ("http://a.b", {"HTTP_PROXY": "p:1"}, "p"),
+        ("http://a.b", {"HTTP_PROXY": "p:1", "REQUEST_METHOD": "GET"}, None),
+        ("https://a.b", {"HTTPS_PROXY": "http://p:1", "http_proxy": "http://q:1"}, "p"),
+        ("https://a.b", {"ALL_PROXY": "http://p:1"}, "p"),
+        ("https://a.b", {}, None),
+        ("http://a.b", {"http_proxy": "http://p:1", "no_proxy": "x, .b"}, None),
+        ("http://a.b", {"http_proxy": "http://p:1", "NO_PROXY": "*"}, None),
+        ("http://10.1.2.3", {"http_proxy": "http://p:1", "no_proxy": "10.0.0.0/8"}, None),
+        ("http://ab", {"http_proxy": "http://p:1", "no_proxy": "b"}, "p"),
+    ],
+)
+def test_proxies_are_read_as_curl_reads_them(url: str, environ: dict[str, str], host: str | None) -> None:
+    (route,) = routes(Target(url=url, proxy="env"), environ)
+    assert (route.proxy.host if route.proxy else None) == host
+
+
+def test_proxy_that_we_do_not_speak_is_the_users_error() -> None:
+    with pytest.raises(UserError, match="SOCKS"):
+        routes(Target(url="http://a", proxy="env"), {"all_proxy": "socks5://me:secret@p"})
+
+
+def test_requests_go_to_the_server_of_their_session() -> None:
+    async def run() -> None:
+        async with serve(always(HELLO)) as first, serve(always(HELLO)) as second:
+            target = Target(urls=(first.url, second.url))
+            client = Client(target, Limits(), openai_chat, model="m", headers={}, connections=4)
+            request = Request("r", "c", [{"role": "user", "content": "hi"}], 16)
+            servers = [
+                (await client.send(replace(request, server=session), b"{}")).tags["server"]
+                for session in (0, 1, 2, 1, 1)
+            ]
+            await client.close()
+            assert servers == ["0", "1", "0", "1", "1"]
+            assert (len(first.paths), len(second.paths)) == (2, 3)
+            assert (first.connections, second.connections) == (1, 1)
+
+    uvloop.run(run())

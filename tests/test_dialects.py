@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +27,7 @@ from loadgen.answer import Answer, End
 from loadgen.client import Client
 from loadgen.dialects import Dialect
 from loadgen.types import Event, Limits, Outcome, Request, Target, UserError
-from tests.scripted import Scripted, plain, serve
+from tests.scripted import Scripted, always, answer, plain, serve
 
 NAMES = plugins.names("dialects")
 MODULES: dict[str, ModuleType] = {name: plugins.load("dialects", name) for name in NAMES}
@@ -205,6 +205,37 @@ def test_every_truncation_is_noticed(name: str) -> None:
             assert outcome.text == "aé🦀", cut
 
 
+SAYING: dict[str, Callable[[str], dict[str, Any]]] = {
+    "openai_chat": lambda text: {"choices": [{"index": 0, "delta": {"content": text}}]},
+    "openai_completions": lambda text: {"choices": [{"index": 0, "text": text}]},
+    "openai_responses": lambda text: {"type": "response.output_text.delta", "item_id": "m", "delta": text},
+    "anthropic_messages": lambda text: {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}},
+    "llamacpp_completion": lambda text: {"content": text, "stop": False},
+    "sglang_generate": lambda text: {"text": text, "meta_info": {}},
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_events_that_differ_in_their_text_alone_say_all_of_it(name: str) -> None:
+    """Over a socket: the client has a short cut for such events, which knows no dialect."""
+    texts = ["Hello", " Hello", "Hello", '"', "a\n", "é", "🦀", "\\", " world", "Hello Hello", "Hello"]
+    repeats = name == "sglang_generate"
+    said = ["".join(texts[: n + 1]) if repeats else text for n, text in enumerate(texts)]
+    events = [line(SAYING[name](text)).decode() for text in said]
+
+    async def outcome() -> Outcome:
+        async with serve(always(answer(*events, "data: [DONE]\n\n"))) as server:
+            target = Target(url=server.url, dialect=name)
+            client = Client(target, Limits(), MODULES[name], model="m", headers={}, connections=1)
+            try:
+                return await client.send(asked(), MODULES[name].encode(asked(), "m", {}))
+            finally:
+                await client.close()
+
+    got = asyncio.run(outcome())
+    assert (got.outcome, got.text, got.chunks) == ("ok", "".join(texts), len(texts)), got.error_message
+
+
 WORDS = sorted(
     {word for events in GOOD.values() for event in events for word in re.findall(r'"([a-z_.]+)"', line(event).decode())}
     | {"error", "message", "delta", "item", "output", "refusal", "thinking", "partial_json", "tool_calls", "arguments",
@@ -328,6 +359,23 @@ def test_probe_asks_in_the_dialect_that_was_named(name: str, capsys: pytest.Capt
 def test_mistakes_in_how_to_ask_are_told(argv: list[str], say: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = probed(capsys, "http://127.0.0.1:1", *argv)
     assert (code, say in out) == (3, True), out
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "name",
+    ["openai_chat", "openai_completions", "openai_responses", "anthropic_messages", "llamacpp_completion"],
+)
+def test_real_server_answers_in_every_dialect_that_it_speaks(
+    name: str, llamacpp_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ["--prompt", "Once upon a time", "--max-tokens", "8"]
+    code, out = probed(capsys, llamacpp_url, "--dialect", name, "--json", *prompt)
+    said = json.loads(out)
+    assert (code, said["outcome"], said["output_tokens"], said["chunks"]) == (0, "ok", 8, 8), out
+    assert (said["output_tokens_source"], said["flags"]) == ("usage", [])
+    assert said["finish_reason"] == ("stop" if name == "openai_responses" else "length")  # it calls it completed
+    assert said["cached_tokens"] <= said["prompt_tokens"]
 
 
 def test_secret_in_a_header_of_a_run_is_refused_because_the_run_folder_would_hold_it(
@@ -687,6 +735,14 @@ def test_texts_that_are_not_repeated_are_joined() -> None:
     events[-1]["meta_info"] = meta(5, {"type": "length", "length": 5})
     outcome = stream("sglang_generate", *events, "data: [DONE]\n\n")
     assert (outcome.text, outcome.chunks, outcome.finish_reason) == ("The quick fox ran off", 5, "length")
+
+
+@pytest.mark.parametrize("said", ["a", "Hello", "Hello Hello"])
+def test_repeated_texts_beside_constant_counts_are_not_taken_for_new_ones(said: str) -> None:
+    texts = [said, f"{said} world", f"{said} world again", f"{said} world again and again"]
+    end = {"text": texts[-1], "meta_info": {"finish_reason": {"type": "stop"}}}
+    outcome = stream("sglang_generate", *({"text": text, "meta_info": {}} for text in texts), end)
+    assert (outcome.text, outcome.chunks) == (texts[-1], 4)
 
 
 def test_half_a_character_at_the_end_of_a_repeated_text_does_not_confuse() -> None:

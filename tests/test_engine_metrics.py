@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.types import Sample
+from loadgen.rules import prefix_cache
+from loadgen.types import Outcome, Sample
 from loadgen.verdict import judge
 from monitors import engine
 
@@ -118,6 +119,30 @@ def test_engines_are_added_up_and_the_run_has_its_own_hit_rate() -> None:
     queries = b["prefix_cache_queries_total"] - a["prefix_cache_queries_total"]
     hits = b["prefix_cache_hits_total"] - a["prefix_cache_hits_total"]
     assert hits / queries == expect["run_hit_rate"]
+
+
+@pytest.mark.parametrize("cache", ["cold", "warm", "shared"])
+def test_warm_prefix_cache_is_a_warning_where_every_prompt_was_meant_to_be_new(tmp_path: Path, cache: str) -> None:
+    scrapes, expect = pages("metrics-prefix-cache-warm")
+    samples = [
+        golden.sample("engine", name, value, 1 + 50 * n)
+        for n, page in enumerate(scrapes)
+        for name, value in values(page).items()
+    ]
+    answers: list[Outcome] = [golden.outcome(k, k, cached_tokens=None, cache=cache) for k in range(50)]
+    phases = [golden.phase("measure", "measure", 0, 60)]
+    run = golden.build(tmp_path, outcomes=answers, phases=phases, samples=samples, lane="slow")
+    found = prefix_cache.check(run, prefix_cache.Options(allow_tokens=0))
+    warned = [("warn", expect["warning"], expect["run_hit_rate"])]
+    assert [(f.status, f.cause, f.number) for f in found] == (warned if cache == "cold" else [])
+
+
+def test_cached_tokens_of_answers_count_by_class_beyond_what_every_prompt_shares(tmp_path: Path) -> None:
+    few = golden.steady(60, cached_tokens=32)
+    many = [golden.outcome(k, k, cls="repeats", cached_tokens=290) for k in range(20)]
+    phases = [golden.phase("measure", "measure", 0, 60)]
+    found = prefix_cache.check(golden.build(tmp_path, outcomes=[*few, *many], phases=phases), prefix_cache.Options())
+    assert [(f.scope, f.status) for f in found] == [("chat_short", "pass"), ("repeats", "warn")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -454,6 +454,70 @@ def test_error_bodies_of_any_shape_are_one_short_line() -> None:
     assert told(b'[{"error": {"message": "m"}}]') == "m"
 
 
+def test_refusals_in_an_event_or_on_a_web_page_are_told_without_their_dress() -> None:
+    assert told(b'data: {"error": {"message": "too long"}}\n\ndata: [DONE]\n\n') == "too long"
+    assert told(b'event: error\ndata: {"detail": "too long"}\n\n') == "too long"
+    page = b"<html><head><title>502 Bad Gateway</title><style>a {b: c}</style></head><!-- x --><hr>nginx</html>"
+    assert told(page) == "502 Bad Gateway nginx"
+    assert told(b"max < 5 and 7 > 6") == "max < 5 and 7 > 6"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens.",
+        "The input (20031 tokens) is longer than the model's context length (8192 tokens).",
+        "Input length (20031 tokens) exceeds the maximum allowed length (8190 tokens).",
+        "Requested token count exceeds the model's maximum context length of 8192 tokens.",
+        "request (20031 tokens) exceeds the available context size (2048 tokens), try increasing it",
+        "prompt is too long: 200001 tokens > 200000 maximum",
+        "input length and `max_tokens` exceed context limit: 199000 + 4096 > 200000",
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000 `inputs` tokens",
+        "Input validation error: `inputs` must have less than 1024 tokens. Given: 2000",
+        "Prompt contains 40000 tokens and 0 draft tokens, too large for model with 32768 maximum context length",
+        "The sum of prompt length (9000), query length (0) and max_tokens (10) should not exceed max_num_tokens (8192)",
+        "too many tokens: total number of tokens in the prompt cannot exceed 4081",
+    ],
+)
+def test_refusal_of_a_prompt_that_is_too_long_is_known_whoever_says_it(message: str) -> None:
+    body = json.dumps({"error": {"message": message}}).encode()
+    answer = Answer(asked(), openai_chat)
+    answer.begin(400, {}, 0)
+    answer.piece(body, 1)
+    assert answer.conclude(End(None, "", 2)).error_class == "context_limit"
+    assert stream({"error": {"message": message}}).error_class == "context_limit"
+    assert stream(delta(content="x"), {"error": {"message": message}}).error_class == "in_band_error"
+
+
+def test_waiting_time_in_milliseconds_and_an_overloaded_server_are_rate_limits() -> None:
+    for status, headers in ((429, {"retry-after-ms": "1500"}), (529, {"retry-after": "1.5"})):
+        answer = Answer(asked(), openai_chat)
+        answer.begin(status, headers, 0)
+        outcome = answer.conclude(End(None, "", 2))
+        assert (outcome.error_class, outcome.retry_after_s) == ("rate_limited", 1.5)
+
+
+def test_message_at_the_end_that_repeats_all_deltas_is_not_read_twice() -> None:
+    last = {"choices": [{"index": 0, "message": {"content": "ab"}, "finish_reason": "stop"}]}
+    outcome = stream(delta(content="a"), delta(content="b"), last)
+    assert (outcome.text, outcome.chunks, outcome.finish_reason) == ("ab", 2, "stop")
+    both = {"choices": [{"index": 0, "delta": {}, "message": {"content": "a"}, "finish_reason": "stop"}]}
+    assert stream(delta(content="a"), both).text == "a"
+
+
+def test_null_as_a_word_is_no_finish_reason_and_a_delta_may_be_bare_text() -> None:
+    bare = {"choices": [{"index": 0, "delta": "b", "finish_reason": "null"}]}
+    outcome = stream(delta(content="a") | {"x": 1}, bare, STOP)
+    assert (outcome.text, outcome.finish_reason) == ("ab", "stop")
+
+
+def test_total_of_tokens_stands_in_for_the_output_and_a_later_zero_for_nothing() -> None:
+    total = {"choices": [], "usage": {"prompt_tokens": 9, "total_tokens": 11}}
+    zeros = {"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}}
+    outcome = stream(delta(content="a"), delta(content="b"), STOP, total, zeros)
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.output_tokens_source) == (9, 2, "usage")
+
+
 @pytest.mark.parametrize("status", [201, 203])
 def test_other_words_for_success_are_success(status: int) -> None:
     answer = Answer(asked(), openai_chat)

@@ -282,6 +282,9 @@ def counts(usage: Any, timings: Any = None) -> Json:
                 if number is not None:
                     found[ours] = number
                     break
+        total = count(usage.get("total_tokens"))
+        if total is not None and "output_tokens" not in found and total >= found.get("prompt_tokens", total + 1):
+            found["output_tokens"] = total - found["prompt_tokens"]
     if isinstance(timings, dict):
         cached, computed = count(timings.get("cache_n")), count(timings.get("prompt_n"))
         stand_ins = {

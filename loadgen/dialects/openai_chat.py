@@ -59,12 +59,13 @@ class _Choices:
     """Chunks to events. What it remembers: which tool call an unnumbered piece belongs to, the answer's id, and the
     tokens of each choice, where a server counts by choice."""
 
-    __slots__ = ("_call_ids", "_choice_tokens", "_flags", "_id", "_last")
+    __slots__ = ("_call_ids", "_choice_tokens", "_flags", "_id", "_last", "_streams")
 
     def __init__(self, flags: set[str]) -> None:
         self._call_ids: list[tuple[Any, str | None]] = []  # per tool call: the server's index, its id
         self._flags = flags
         self._id: Any = None
+        self._streams = False  # then a `message` repeats at the end what came in deltas
         self._last = 0  # the choice that spoke last: llama.cpp's counts of a choice come behind its end
         self._choice_tokens: dict[int, int] = {}
 
@@ -94,12 +95,17 @@ class _Choices:
 
     def _choice(self, choice: Json, at_ns: int, events: list[Event], first: int) -> None:
         index = self._last = whole_number(choice.get("index"))
-        delta = choice.get("delta") or choice.get("message")
+        delta = choice.get("delta")
+        if delta is not None:
+            self._streams = True
+        elif not self._streams:
+            delta = choice.get("message")
         if type(delta) is dict:
             self._delta(delta, index, at_ns, events, first)
-        elif text := choice.get("text"):
+        elif text := delta or choice.get("text"):
             add(events, first, "content", text_of(text), at_ns, index)
-        if reason := choice.get("finish_reason"):
+        reason = choice.get("finish_reason")
+        if reason and reason != "null":  # as a word, in every chunk of some gateways
             events.append(finish(reason, at_ns, index))
         if (usage := choice.get("usage")) and (data := counts(usage)):  # Moonshot puts it here
             events.append(Event("usage", "", at_ns, 0, data))

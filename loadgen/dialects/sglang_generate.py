@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.dialects import error_text
-from loadgen.dialects.json_events import JsonEvents, add, counts, finish, merged, prompt, whole_number, whole_object
+from loadgen.dialects.json_events import JsonEvents, counts, finish, merged, prompt, whole_number, whole_object
 from loadgen.types import Event, Json, Request
 
 PATH = "/generate"
@@ -80,8 +80,8 @@ class _Choices:
         index = whole_number(chunk.get("index"))
         known = self._texts.setdefault(index, _Text())
         if isinstance(text, str):
-            if part := known.new(text):
-                add(events, len(events), "content", part, at_ns, index)
+            if part := known.new(text):  # how far it has come: the same bytes mean something else the next time
+                events.append(Event("content", part, at_ns, index, {"so_far": known.length}))
             else:
                 events.append(Event("role", "", at_ns, index))
         elif isinstance(ids, list) and ids:  # a server without a tokenizer answers in token numbers

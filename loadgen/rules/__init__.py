@@ -71,10 +71,14 @@ def not_evaluated(rule: str, axis: Axis, why: str, scope: str = "", n: int | Non
 def elsewhere(run: Run) -> str | None:
     """Why nothing measured on this host says anything about the server; None where both are one host."""
     seen, _ = run.observed().get("process", (False, ""))
-    host = (urlsplit(run.scenario.target.url).hostname or "").lower()
-    if seen or host.startswith(LOOPBACK):
+    if seen or on_this_host(run.scenario.target.url):
         return None
     return "the server runs on another host, which nobody watched"
+
+
+def on_this_host(url: str) -> bool:
+    """Whether an address means the machine on which it is used."""
+    return (urlsplit(url).hostname or "").lower().startswith(LOOPBACK)
 
 
 def unwatched(run: Run, rule: str) -> list[Finding]:

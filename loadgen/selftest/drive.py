@@ -53,7 +53,7 @@ class Tape:
         pass
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)  # the loop asks for the repr of what its main task returned
 class Driven:
     """One load: what both sides saw, and what it cost us. `cpu_s` is of the whole process while load ran."""
 
@@ -101,7 +101,6 @@ async def drive(
     """Cold start: no connection is open before the first request. The server's log is emptied first, read after."""
     load = scene(url, streams, requests, schedule)
     dialect = plugins.load("dialects", load.target.dialect)
-    tape = tape or Tape()
 
     def connect(connections: int) -> Client:
         return Client(
@@ -113,23 +112,26 @@ async def drive(
         body: bytes = dialect.encode(request, schedule.model, {"rid": rid_of(request.id)})
         return body
 
+    tape = tape or Tape()
     control, client = connect(1), connect(streams)
-    await control.get_json("/reset")
     engine = Engine(load, sender=client, encode=encode, recorder=tape)
-    health = asyncio.create_task(watch_health(engine, clock.cpu_ns, lambda: None))
-    gc.collect()
-    gc.freeze()
-    begun_ns, cpu_ns = clock.now_ns(), clock.cpu_ns()
     try:
-        await engine.run()
-        wall_ns, cpu_ns = clock.now_ns() - begun_ns, clock.cpu_ns() - cpu_ns
+        await control.get_json("/reset")
+        health = asyncio.create_task(watch_health(engine, clock.cpu_ns, lambda: None))
+        gc.collect()
+        gc.freeze()
+        begun_ns, cpu_ns = clock.now_ns(), clock.cpu_ns()
+        try:
+            await engine.run()
+            wall_ns, cpu_ns = clock.now_ns() - begun_ns, clock.cpu_ns() - cpu_ns
+        finally:
+            health.cancel()
+            await asyncio.gather(health, return_exceptions=True)
+            await client.close()
+            gc.unfreeze()
+        answer, server = await _log_of(control, requests), await control.get_json("/stats")
     finally:
-        health.cancel()
-        await asyncio.gather(health, return_exceptions=True)
-        await client.close()
-        gc.unfreeze()
-    answer, server = await _log_of(control, requests), await control.get_json("/stats")
-    await control.close()
+        await control.close()
     return Driven(
         streams, requests, schedule, read_log(answer), tape, engine.total.issued, cpu_ns / 1e9, wall_ns / 1e9,
         client.connections_opened, server,

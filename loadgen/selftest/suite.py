@@ -37,7 +37,7 @@ Status = Literal["PASS", "FAIL"]
 
 # The ladder. Two rounds a step: the cold start and one start on kept connections. One stream alone gets more, or its
 # median would be one answer.
-STEPS, QUICK_STEPS = (1, 16, 64, 128, 256, 512, 1000), (1, 16, 64)
+STEPS, QUICK_STEPS = (1, 16, 64, 128, 256, 512, 1000), (16, 64)
 LADDER, QUICK_LADDER = Schedule(100, 20, 64), Schedule(100, 20, 32)
 ROUNDS, LEAST_REQUESTS = 2, 4
 # A step that misses is asked again: something else on the machine may have taken the core for a moment.
@@ -104,8 +104,8 @@ def run(quick: bool, say: Callable[[str], None]) -> Report:
     the server or a run does not start."""
     begun_ns = clock.now_ns()
     lines: list[Line] = []
-
-    with _server() as (url, _):
+    _most_files()  # before the server starts: it inherits the limit
+    with scripted_server() as (url, _):
         lines += ladder(url, QUICK_STEPS if quick else STEPS, QUICK_LADDER if quick else LADDER, say)
         say("odd framing")
         lines += odd_framing(url)
@@ -128,7 +128,7 @@ def as_json(report: Report) -> bytes:
 
 
 @contextmanager
-def _server() -> Iterator[tuple[str, int]]:
+def scripted_server() -> Iterator[tuple[str, int]]:
     """The scripted server as a process of its own: its address and pid."""
     process = subprocess.Popen(
         [sys.executable, "-m", "loadgen.selftest.server"],
@@ -279,17 +279,19 @@ def judged(driven: Driven) -> Step:
 
 
 def _most_files() -> int:
-    """How many descriptors we may have open; the soft limit is raised to the hard one first."""
+    """How many descriptors we may have open; the soft limit is raised first, to what the ladder needs at most."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):  # macOS calls its limit infinite and refuses to set it
-            pass
-    return soft
+    enough = STEPS[-1] + SPARE_FILES
+    wanted = enough if hard == resource.RLIM_INFINITY else min(enough, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # macOS has a lower limit of its own, which it does not tell
+        return soft
+    return wanted
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def _run_and_freeze(out: Path, ourselves: bool) -> Frozen:
     """`loadgen run` as a user starts it; its engine, or the server, is stopped for FROZEN_S in the middle."""
     out.mkdir()
     write_text(out, "selftest.yaml", FREEZE_SCENARIO)
-    with _server() as (url, server_pid):
+    with scripted_server() as (url, server_pid):
         command = [sys.executable, "-m", "loadgen", "run", str(out / "selftest.yaml"), "--url", url,
                    "--out", str(out / "runs"), "--quiet"]  # fmt: skip
         process = subprocess.Popen(

@@ -122,7 +122,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--read-times", action="store_true", help="without the kernel's receive times")
     parser.add_argument("--json", type=Path, help="append every run to this file, a line each")
+    parser.add_argument("--table", type=Path, help="print the table of such a file and measure nothing")
     args = parser.parse_args()
+    if args.table is not None:
+        runs = [json.loads(line) for line in args.table.read_text().splitlines()]
+        levels = sorted({run["streams"] for run in runs})
+        print(table(COLUMNS, [row(middle([run for run in runs if run["streams"] == level])) for level in levels]))
+        return 0
     more = ["--read-times"] if args.read_times else []
     cores = rig.Cores.chosen()
     try:

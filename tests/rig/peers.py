@@ -60,7 +60,7 @@ def aiperf(url: str, model: str, streams: int, requests: int, folder: Path) -> P
         _program("aiperf", "aiperf"), "profile", "-m", model, "--url", url, "--endpoint-type", "chat", "--streaming",
         "--tokenizer", _tokenizer(), "--concurrency", str(streams), "--request-count", str(requests),
         "--isl", str(PROMPT_TOKENS), "--osl", str(OUTPUT_TOKENS), "--ui", "none", "--artifact-dir", str(folder),
-    ], read, OFFLINE)  # fmt: skip
+    ], read)  # fmt: skip
 
 
 def guidellm(url: str, model: str, streams: int, requests: int, folder: Path) -> Peer:
