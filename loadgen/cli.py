@@ -364,6 +364,7 @@ def _simulator(preset: str | None, more: str) -> Iterator[str | None]:
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
+        preexec_fn=child.die_with_parent,  # no server of ours outlives a run that was killed
     )
     try:
         assert process.stdout is not None

@@ -149,6 +149,10 @@ def _generator_line(s: Summary) -> str:
     own = sorted((e for e in s.extremes if e.monitor == "client"), key=lambda e: e.value)
     of = {e.metric: e for e in own}  # of several shards the worst
     said = []
+    if s.times.achieved_seats is not None:
+        said.append(f"{s.times.achieved_seats:.4g} of {s.concurrency} seats busy")
+    if s.times.source is not None:
+        said.append(_times_line(s.times))
     if "loop_lag_ms" in of:
         said.append(f"loop lag at most {of['loop_lag_ms'].value:.1f} ms")
     if "cpu_percent" in of:

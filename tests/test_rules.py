@@ -523,6 +523,20 @@ def test_seats_that_wait_for_a_refusing_server_are_not_the_clients_fault(tmp_pat
     assert findings["seats"].status == "not_evaluated"
 
 
+@pytest.mark.parametrize(
+    ("lag_ms", "inexact", "status"), [(0.1, 0, "pass"), (30, 0, "pass"), (30, 5, "fail"), (0.1, 5, "pass")]
+)
+def test_late_reads_spoil_a_run_only_where_chunks_meet_in_them(
+    tmp_path: Path, lag_ms: float, inexact: int, status: str
+) -> None:
+    outcomes = golden.steady(SECONDS)
+    for o in outcomes:
+        o.times, o.inexact = "kernel", inexact
+        o.lags_ns.extend([int(lag_ms * 1e6)] * max(1, o.chunks))
+    finding = generator(tmp_path, outcomes)["arrival lag"]
+    assert (finding.status, finding.cause) == (status, "client_limited" if status == "fail" else "")
+
+
 def test_lost_records_are_found(tmp_path: Path) -> None:
     outcomes = golden.steady(SECONDS)
     phases = [golden.phase("measure", "measure", 0, SECONDS, issued=len(outcomes) + 2, ok=len(outcomes) + 2)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from loadgen.record import Run
@@ -202,9 +203,11 @@ def test_a_run_whose_supervisor_was_killed_is_judged_all_the_same(tmp_path: Path
     ) as process:
         wait_for(lambda: loading(out))
         time.sleep(1.5)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 5, "shard, lanes and simulator"
         process.kill()
     folder = only_run(out)
-    wait_for(lambda: not ours(folder), 20)  # nobody survives the supervisor
+    wait_for(lambda: not any(member.is_running() for member in family), 20)  # nobody survives the supervisor
     judged = subprocess.run(command("judge", str(folder)), capture_output=True, text=True, timeout=60)
     assert judged.returncode == 2, judged.stdout + judged.stderr
     assert "INCONCLUSIVE" in judged.stdout

@@ -119,7 +119,7 @@ def _arrivals(run: Run, options: Options) -> list[Finding]:
     message += f" (median gap {gap_us / 1e3:.3g} ms), {100 * share:.2g} % of their times inexact"
     if late and not met:
         message += "; the kernel's times stay right"
-    status: FindingStatus = "fail" if late and met else "warn" if late else "pass"
+    status: FindingStatus = "fail" if late and met else "pass"
     return [_finding("arrival lag", status, message, lag_us / 1e3, bound_us / 1e3, "ms", lag.n, None,
                      evidence="windows: lag, gap")]  # fmt: skip
 
