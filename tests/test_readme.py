@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from loadgen import cli, plugins, scenario
+from loadgen import cli, plugins, scenario, verdict
 from loadgen.record import Run
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +41,14 @@ def test_the_front_page_quotes_the_checked_in_example_word_for_word() -> None:
     report = text("runs/example/report.md")
     block = report.split("```")[1].strip()
     assert block in text("README.md")
+
+
+def test_the_example_is_judged_the_same_again(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "runs/example", tmp_path / "example")
+    judged = verdict.judge(tmp_path / "example")
+    assert judged.overall == "PASS"
+    for name in ("findings.json", "summary.json", "report.md"):
+        assert (tmp_path / "example" / name).read_text() == text(f"runs/example/{name}"), "run tests/real/example.py"
 
 
 def test_the_example_is_whole_and_small() -> None:
