@@ -199,20 +199,25 @@ def test_a_framing_that_is_read_wrong_is_told() -> None:
 def test_a_request_that_is_given_up_is_logged_as_aborted(url: str) -> None:
     async def give_up() -> dict[str, Any]:
         schedule = Schedule(20, 20, 500)
-        running = asyncio.create_task(drive(url, 1, 1, schedule))
-        await asyncio.sleep(0.3)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
         control = Client(
             Target(url), Limits(), plugins.load("dialects", "openai_chat"), model="", headers={}, connections=1
         )  # fmt: skip
-        try:
-            for _ in range(100):
+
+        async def counted(word: str) -> dict[str, Any]:
+            for _ in range(400):
                 stats: dict[str, Any] = await control.get_json("/stats")
-                if stats["aborted"]:
-                    return stats
+                if stats[word]:
+                    break
                 await asyncio.sleep(0.05)
             return stats
+
+        await control.get_json("/reset")
+        running = asyncio.create_task(drive(url, 1, 1, schedule))
+        try:
+            await counted("chunks")  # it is in the middle of its answer
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            return await counted("aborted")
         finally:
             await control.close()
 
