@@ -379,10 +379,10 @@ def test_a_batch_that_got_lost_comes_again_and_one_too_many_is_passed_over(tmp_p
         assert made.fetch(ready["seq"] - 1) is ready
         with outcomes.open("ab") as file:
             file.writelines(b'{"line": %d}\n' % k for k in range(50))
-        batch = fetched(made, lambda batch: batch["lost"] > 0)
+        end = b'{"line": 49}\n'
+        batch = fetched(made, lambda batch: any(data.endswith(end) for _, data in batch["files"]))
         [kept] = [data for name, data in batch["files"] if name == outcomes.name]
-        assert kept.endswith(b'{"line": 49}\n')
-        assert kept.count(b"\n") + batch["lost"] == 50
+        assert kept.count(b"\n") + batch["lost"] >= 50  # lines of other files may have been passed over as well
         assert len(kept) <= 100 < BATCH_BYTES
     finally:
         made.close()
