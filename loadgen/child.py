@@ -17,10 +17,10 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 READ_BYTES = 1 << 16
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when our parent dies. Linux only; elsewhere an orphan ends with its own phases."""
+def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for this signal when our parent dies. Linux only; elsewhere an orphan ends with its own phases."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
 
 
 def spawn(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -364,7 +366,8 @@ def _simulator(preset: str | None, more: str) -> Iterator[str | None]:
         stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
-        preexec_fn=child.die_with_parent,  # no server of ours outlives a run that was killed
+        # no server of ours outlives a run that was killed, but it serves what the shards still drain
+        preexec_fn=partial(child.die_with_parent, signal.SIGHUP),
     )
     try:
         assert process.stdout is not None

@@ -147,10 +147,8 @@ class Client:
 
     @property
     def last_token_ns(self) -> int | None:
-        """When any stream last gave a token; None before the first."""
-        for exchange in self._active:
-            exchange.work_off()
-        last = [at_ns for exchange in self._active if (at_ns := exchange.sink.last_ns) is not None]
+        """When any stream last gave a token, as far as it can be told without decoding; None before the first."""
+        last = [at_ns for exchange in self._active if (at_ns := exchange.last_token_ns) is not None]
         if last:
             self._last_token_ns = max(self._last_token_ns or 0, *last)
         return self._last_token_ns

@@ -44,6 +44,10 @@ RETRY_AFTER_MAX_S = 60.0
 GRADE_INLINE_CHARS = 4_000
 # Prompts longer than this (about a token per 6 characters) are built and serialised off the loop.
 BUILD_INLINE_TOKENS = 4_000
+# The seats of a load begin one after the other, 2 ms apart and all within 2 s: hundreds of connections and
+# prompts in one turn of the loop would hold up the first tokens of those that began, and requests of one length that
+# begin together end together, for ever after.
+RAMP_SEAT_S, RAMP_MAX_S = 0.002, 2.0
 # After the drain limit our own cut must end every stream: closing sockets takes no longer than this.
 CUT_S = 2.0
 # The health of the generator: loop lag is probed this often, samples are written once a second.
@@ -276,10 +280,15 @@ class Engine:
                 self.recorder.event("note", text=f"{spec.seats} reserved seats stay empty: {name} was left out")
         phases = [Phase(s, self._part(s.count)) for s in specs]
         current = [phases[0]]
-        seats = [asyncio.create_task(self._seat(n, cards, current)) for n, cards in self._deal()]
-        if not seats:
+        dealt = self._deal()
+        if not dealt:
             self.recorder.event("note", text="no seat has a class to ask")
             return
+        step_s = min(RAMP_SEAT_S, RAMP_MAX_S / len(dealt))
+        seats = [
+            asyncio.create_task(self._seat(seat, cards, current, place * step_s))
+            for place, (seat, cards) in enumerate(dealt)
+        ]
         begun: list[Phase] = []
         try:
             for place, phase in enumerate(phases, number + 1):
@@ -329,7 +338,9 @@ class Engine:
         first, self.counted = self.counted, self.counted + count
         return len(range(self.shard, self.counted, self.shards)) - len(range(self.shard, first, self.shards))
 
-    async def _seat(self, seat: int, cards: Iterator[mix.Card], current: list[Phase]) -> None:
+    async def _seat(self, seat: int, cards: Iterator[mix.Card], current: list[Phase], after_s: float) -> None:
+        if after_s:
+            await asyncio.sleep(after_s)
         quick_failures = 0
         while (phase := current[0]).open:
             if not phase.draw():

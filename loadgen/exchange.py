@@ -156,6 +156,11 @@ class Exchange:
             self._watch()
         self._decode_soon()
 
+    @property
+    def last_token_ns(self) -> int | None:
+        """When a token last came, or a read that looks like one more; None before the first."""
+        return self._waiting_ns[-1] if self._waiting_ns else self.sink.last_ns
+
     def work_off(self) -> None:
         """Take the reads that wait, as far as they are what they look like."""
         reads, times_ns, self._waiting, self._waiting_ns = self._waiting, self._waiting_ns, [], []

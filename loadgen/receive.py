@@ -27,8 +27,10 @@ READ_BYTES = 64 * 1024
 # With the kernel's times nothing is lost by reading a little later, and much is won: at 256 streams and 50 tokens/s a
 # nap of 0.2 ms before the sockets are read turns most wake-ups, of 5 µs and cold caches each, into one. It is never
 # longer than this share of a stream's mean gap, which keeps two chunks from meeting in one read, and not taken where
-# it would gather next to nothing. The load is looked at ten times a second.
+# it would gather next to nothing, nor where the turn before had company enough. The load is looked at ten times a
+# second.
 NAP_MAX_NS, NAP_SHARE, NAP_READS = 200_000, 0.01, 2
+COMPANY = 16
 LOAD_NS = 100_000_000
 # Sockets read in one turn of the loop, 10 µs each; then decoding has its slice, however many more are ready.
 MAX_READY = 128
@@ -182,13 +184,14 @@ class KernelReader:
     """
 
     __slots__ = (
-        "_events", "_last_ns", "_opened", "_readers", "_recvmsg", "_sock", "_unsent", "exchange", "fd", "gone",
-        "served",
+        "_events", "_last_ns", "_opened", "_readers", "_recvmsg", "_sock", "_unsent", "exchange", "fd", "fresh",
+        "gone", "served",
     )  # fmt: skip
 
     def __init__(self, readers: KernelReaders, sock: socket.socket, opened: set[Connection]) -> None:
         self.exchange: Exchange | None = None
         self.served = 0
+        self.fresh = True  # no token of a response has been decoded yet
         self.fd = sock.fileno()
         self.gone: asyncio.Future[None] = readers.loop.create_future()
         self._readers = readers
@@ -205,6 +208,7 @@ class KernelReader:
 
     def start(self, exchange: Exchange, head: bytes, body: bytes) -> None:
         self.exchange = exchange
+        self._move(fresh=True)
         exchange.connection = self
         exchange.times = "kernel"
         whole = len(body) <= WRITE_BYTES
@@ -272,6 +276,8 @@ class KernelReader:
             return
         read_ns = now_ns()
         exchange = self.exchange
+        if self.fresh and exchange is not None and exchange.tail is not None:
+            self._move(fresh=False)
         if not data:
             self._close(None, read_ns)
         elif exchange is None:
@@ -297,6 +303,13 @@ class KernelReader:
             self._readers.listen(self, self._events, events)
             self._events = events
 
+    def _move(self, fresh: bool) -> None:
+        if fresh is not self.fresh:
+            events = self._events
+            self._listen(0)
+            self.fresh = fresh
+            self._listen(events)
+
     def _close(self, error: OSError | None, at_ns: int | None = None) -> None:
         sock = self._sock
         if sock is None:
@@ -316,55 +329,68 @@ Connection: TypeAlias = LoopReader | KernelReader
 
 
 class KernelReaders:
-    """The kernel-timed connections of one client behind one epoll, so that a turn of the loop is: look at the clocks
-    once, then read every socket that has something, then let the others work."""
+    """The kernel-timed connections of one client, so that a turn of the loop is: look at the clocks once, then read
+    every socket that has something, then let the others work.
+
+    Two epolls, the one inside the other: connections whose first token has not been decoded are read first. The kernel
+    gives one time to what waits for one read, so that a first token that has to wait for the second loses its own, and
+    a stream has only one first token.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.offset = WallOffset()
         self._epoll = select.epoll()
+        self._first = select.epoll()
+        self._epoll.register(self._first.fileno(), select.EPOLLIN)
         self._readers: dict[int, KernelReader] = {}
         self._reads = 0
         self._since_ns = now_ns()
         self._nap_s = 0.0
-        self._full = False  # the last turn left sockets unread
+        self._company = False  # many came together in the last turn, or were left unread
         loop.add_reader(self._epoll.fileno(), self._turn)
 
     def listen(self, reader: KernelReader, before: int, events: int) -> None:
         """No events at all means no watching: a hang-up would be reported without end."""
+        epoll = self._first if reader.fresh else self._epoll
         if not before:
             self._readers[reader.fd] = reader
-            self._epoll.register(reader.fd, events)
+            epoll.register(reader.fd, events)
         elif events:
-            self._epoll.modify(reader.fd, events)
+            epoll.modify(reader.fd, events)
         else:
             del self._readers[reader.fd]
-            self._epoll.unregister(reader.fd)
+            epoll.unregister(reader.fd)
 
     def close(self) -> None:
         self.loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
+        self._first.close()
 
     def _turn(self) -> None:
-        if self._nap_s and not self._full:
+        if self._nap_s and not self._company:
             sleep(self._nap_s)
-        ready = self._epoll.poll(0, MAX_READY)
-        self._full = len(ready) == MAX_READY
-        self._reads += len(ready)
         offset_ns = self.offset.ns if self.offset.look() else None
+        reads = self._read(self._first.poll(0, MAX_READY), offset_ns)
+        reads += self._read(self._epoll.poll(0, MAX_READY), offset_ns)
+        self._company = reads >= COMPANY
+        self._reads += reads
+        if (passed_ns := now_ns() - self._since_ns) > LOAD_NS:
+            self._nap_s = nap_s(self._reads, len(self._readers), passed_ns)
+            self._reads = 0
+            self._since_ns += passed_ns
+
+    def _read(self, ready: list[tuple[int, int]], offset_ns: int | None) -> int:
         readers = self._readers
         for fd, events in ready:
             reader = readers.get(fd)
-            if reader is None:  # closed by an earlier one of this turn
+            if reader is None:  # closed by an earlier one of this turn, or the epoll inside
                 continue
             if events & select.EPOLLOUT:
                 reader.write()
             if events & ~select.EPOLLOUT:
                 reader.read(offset_ns)
-        if (passed_ns := now_ns() - self._since_ns) > LOAD_NS:
-            self._nap_s = nap_s(self._reads, len(readers), passed_ns)
-            self._reads = 0
-            self._since_ns += passed_ns
+        return len(ready)
 
 
 def nap_s(reads: int, connections: int, passed_ns: int) -> float:

@@ -63,6 +63,17 @@ def test_a_request_is_due_the_moment_its_seat_is_free() -> None:
         assert abs(after.due_ns - (before.done_ns or 0)) <= 1  # a rounding of the virtual clock
 
 
+def test_seats_begin_one_after_the_other_and_a_waiting_seat_owes_nothing() -> None:
+    tape, server = play(scene(concurrency=200, phases=[{"kind": "measure", "count": 200}]))
+    due = sorted(o.due_ns for o in tape.outcomes)
+    assert server.most_at_once <= 200
+    assert due[-1] - due[0] == pytest.approx(199 * 0.002 * S, rel=0.05)
+    assert all((o.sent_ns or 0) - o.due_ns < 0.01 * S for o in tape.outcomes)
+    tape, _ = play(scene(concurrency=2000, phases=[{"kind": "measure", "count": 2000}]))
+    due = sorted(o.due_ns for o in tape.outcomes)
+    assert due[-1] - due[0] < 2.01 * S  # thousands do not take longer than that
+
+
 def test_the_mix_has_the_promised_shares() -> None:
     tape, _ = play(scene(phases=[{"kind": "measure", "count": 400}]))
     assert Counter(o.cls for o in tape.outcomes) == {"chat_short": 300, "arithmetic": 100}

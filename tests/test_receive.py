@@ -134,3 +134,72 @@ def test_socket_that_takes_no_option_is_left_to_the_loop() -> None:
     closed = socket.socket()
     closed.close()
     assert not receive.kernel_stamps(closed)
+
+
+def test_first_tokens_are_read_before_all_others() -> None:
+    """A stream whose first token waits until its second has come loses the time of the first."""
+    many = 2 * receive.MAX_READY
+
+    async def run() -> list[int]:
+        loop = asyncio.get_running_loop()
+        readers = receive.KernelReaders(loop)
+        loop.remove_reader(readers._epoll.fileno())  # turns come when we say so
+        turns: list[int] = []
+        with socket.create_server(("127.0.0.1", 0), backlog=many) as listener:
+            socks = [socket.create_connection(listener.getsockname()) for _ in range(many)]
+            peers = [listener.accept()[0] for _ in range(many)]
+        connections = [receive.KernelReader(readers, sock, set()) for sock in socks]
+        exchanges = [Heard() for _ in range(many)]
+        for number, (connection, exchange) in enumerate(zip(connections, exchanges, strict=True)):
+            sock_of(connection).setblocking(False)
+            connection.start(exchange, b"x", b"")  # type: ignore[arg-type]
+            if number < many - 1:  # in the middle of an answer, all but the last
+                exchange.tail = b"tail"
+                peers[number].sendall(b"token")
+                until(readers, exchange, 1)
+        for peer in peers:
+            peer.sendall(b"token")
+        readers._turn()
+        turns.append(exchanges[-1].heard)
+        turns.append(sum(exchange.heard == 2 for exchange in exchanges[:-1]))
+        for connection, peer in zip(connections, peers, strict=True):
+            connection.exchange = None
+            connection.abort()
+            peer.close()
+        readers._epoll.close()
+        readers._first.close()
+        return turns
+
+    first, others = uvloop.run(run())
+    assert first == 1
+    assert others <= receive.MAX_READY  # so that it would have had to wait its turn
+
+
+class Heard:
+    """What a reader tells, counted."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+        self.tail: bytes | None = None
+        self.connection: object = None
+        self.times = ""
+        self.stepped = False
+        self.lags_ns = array("q")
+
+    def received(self, data: bytes, at_ns: int) -> None:
+        self.heard += 1
+
+    def sent(self, at_ns: int) -> None: ...
+    def writing(self, at_ns: int) -> None: ...
+
+
+def sock_of(connection: receive.KernelReader) -> socket.socket:
+    assert connection._sock is not None
+    return connection._sock
+
+
+def until(readers: receive.KernelReaders, exchange: Heard, heard: int) -> None:
+    end = time.monotonic() + 20
+    while exchange.heard < heard:
+        assert time.monotonic() < end
+        readers._turn()

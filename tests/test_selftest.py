@@ -99,6 +99,18 @@ def test_open_streams_are_those_of_the_servers_log() -> None:
     assert truth.chunks_per_s(there) == pytest.approx(3 / 0.2)
 
 
+def test_rate_and_open_streams_can_be_those_while_all_seats_were_asked_for() -> None:
+    there = [
+        served(1, 50, done_ms=100), served(2, 90, arrived_ms=40, done_ms=150),
+        served(3, 120, arrived_ms=100, done_ms=200), served(4, 160, arrived_ms=150, done_ms=250),
+    ]  # fmt: skip
+    within = truth.held(there, 2)
+    assert within == (40_000_000, 150_000_000)  # the ramp before it and the tail behind it are nobody's fault
+    assert truth.mean_open(there, within) == pytest.approx((60 + 110 + 50) / 110)
+    assert truth.chunks_per_s(there, within) == pytest.approx(3 / 0.11)
+    assert truth.held(there[:3], 2) == truth.span(there[:3])
+
+
 def test_lag_is_of_all_reads() -> None:
     assert truth.lag_ms([seen(1, 0, 1, lags_ms=(1, 2)), seen(2, 0, 1, lags_ms=(3,))]).tolist() == [1, 2, 3]
     assert truth.lag_ms([]).size == 0

@@ -14,7 +14,19 @@ from typing import Any
 from loadgen import clock, plugins, strict
 from loadgen.client import Client
 from loadgen.engine import Engine, watch_health
-from loadgen.selftest.truth import Paired, Schedule, Seen, Served, mean_open, pair, read_log, rid_of, seen_of
+from loadgen.selftest.truth import (
+    Paired,
+    Schedule,
+    Seen,
+    Served,
+    chunks_per_s,
+    held,
+    mean_open,
+    pair,
+    read_log,
+    rid_of,
+    seen_of,
+)  # fmt: skip
 from loadgen.types import Json, Outcome, Request, Sample, Scenario
 
 # The workload that asks for answers of a fixed length; its prompts are short.
@@ -78,8 +90,14 @@ class Driven:
 
     @property
     def achieved(self) -> float:
-        """Streams that the server truly had open, on average."""
-        return mean_open(self.served)
+        """Streams that the server truly had open, on average, while all were asked for."""
+        return mean_open(self.served, held(self.served, self.streams))
+
+    @property
+    def rate_share(self) -> float:
+        """Of the chunks a second that the schedule offers to so many streams, while all were asked for."""
+        rate_per_s = chunks_per_s(self.served, held(self.served, self.streams))
+        return rate_per_s / self.schedule.rate_per_s(self.streams)
 
 
 def scene(url: str, streams: int, requests: int, schedule: Schedule) -> Scenario:

@@ -30,7 +30,7 @@ from loadgen.record import Run, write_text
 from loadgen.selftest import framing
 from loadgen.selftest.drive import WORKLOAD, Driven, drive
 from loadgen.selftest.server import MODEL
-from loadgen.selftest.truth import Schedule, Served, chunks_per_s, late_ms, mean_open, rank, read_log
+from loadgen.selftest.truth import Schedule, Served, late_ms, mean_open, rank, read_log
 from loadgen.types import Json, Limits, Outcome, PhaseSpan, Request, Seconds, Target, UserError
 
 Status = Literal["PASS", "FAIL"]
@@ -270,7 +270,7 @@ def judged(driven: Driven) -> Step:
         gap_error_p99_ms=rank(paired.gap_error, 0.99),
         inexact_share=paired.inexact_share,
         achieved=driven.achieved,
-        rate_share=chunks_per_s(driven.served) / driven.schedule.rate_per_s(driven.streams),
+        rate_share=driven.rate_share,
         unpaired=paired.unpaired,
         server_late_p99_ms=rank(late, 0.99),
         server_cpu_share=float(driven.server.get("cpu_s", 0.0)) / window_s,

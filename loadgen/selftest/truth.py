@@ -176,17 +176,36 @@ def late_ms(served: Iterable[Served], schedule: Schedule) -> Floats:
     return np.concatenate(late) if late else np.empty(0)
 
 
-def mean_open(served: Sequence[Served]) -> float:
-    """Streams that the server had open on average, from the first arrival to the last end: Little's law, by its log."""
+def span(served: Iterable[Served]) -> tuple[int, int]:
+    """From the first arrival to the last end. Raises ValueError for none."""
+    all_of = list(served)
+    return min(each.arrived_ns for each in all_of), max(each.done_ns for each in all_of)
+
+
+def held(served: Sequence[Served], streams: int) -> tuple[int, int]:
+    """While so many streams were asked for: from the arrival of the last seat's first request to the last arrival of
+    all, after which seats run dry. Where no seat asked twice, the whole load."""
+    arrivals = sorted(each.arrived_ns for each in served)
+    return (arrivals[streams - 1], arrivals[-1]) if len(served) >= 2 * streams else span(served)
+
+
+def mean_open(served: Sequence[Served], within: tuple[int, int] | None = None) -> float:
+    """Streams that the server had open on average, by its log: Little's law. `within`: begin and end; None: all."""
     if not served:
         return 0.0
-    begin, end = min(each.arrived_ns for each in served), max(each.done_ns for each in served)
-    return sum(each.done_ns - each.arrived_ns for each in served) / max(1, end - begin)
+    begin, end = within or span(served)
+    open_ns = sum(max(0, min(end, each.done_ns) - max(begin, each.arrived_ns)) for each in served)
+    return open_ns / max(1, end - begin)
 
 
 def most_open(served: Iterable[Served]) -> int:
-    """The most streams that the server had open at once."""
-    steps = sorted((at, step) for each in served for at, step in ((each.arrived_ns, 1), (each.done_ns, -1)))
+    """The most streams that the server had open at once, each from its arrival to its last chunk: `done_ns` is stamped
+    after the end was sent, and on a busy box the client's next request may have arrived before that."""
+    steps = sorted(
+        (at, step)
+        for each in served
+        for at, step in ((each.arrived_ns, 1), (int(each.sent_ns[-1]) if len(each.sent_ns) else each.done_ns, -1))
+    )
     level = most = 0
     for _, step in steps:
         level += step
@@ -194,9 +213,10 @@ def most_open(served: Iterable[Served]) -> int:
     return most
 
 
-def chunks_per_s(served: Sequence[Served]) -> float:
-    """Chunks a second over the whole load, ramp and tail included."""
+def chunks_per_s(served: Sequence[Served], within: tuple[int, int] | None = None) -> float:
+    """Chunks that the server sent, a second. `within`: begin and end; None: the whole load, ramp and tail included."""
     if not served:
         return 0.0
-    begin, end = min(each.arrived_ns for each in served), max(each.done_ns for each in served)
-    return sum(len(each.sent_ns) for each in served) / max(1e-9, (end - begin) / 1e9)
+    begin, end = within or span(served)
+    sent = sum(int(np.count_nonzero((each.sent_ns >= begin) & (each.sent_ns <= end))) for each in served)
+    return sent / max(1e-9, (end - begin) / 1e9)

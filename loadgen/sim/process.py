@@ -21,15 +21,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from loadgen.sim import config, faults
 from loadgen.types import Json, UserError
+
+if TYPE_CHECKING:
+    from loadgen.sim.server import Server
 
 BACKLOG = 512
 SHUTDOWN_S = 0.2  # running requests are cut, not drained: SIGTERM must end the process within a second
 RESTART_S = 5.0  # after a death that no fault announced (the OOM killer's work), as container runtimes do
 TERM_S = 1.0
+ORPHAN_QUIET_S = 1.0  # after SIGHUP: nothing served for so long means that nobody is left who will ask
+ORPHAN_LOOK_S = 0.1
+ORPHAN_S = 300.0  # and at most so long: an orphaned run drains its requests for no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,8 @@ def _serve(
             await web.SockSite(runner, listener, backlog=BACKLOG).start()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, server.leaving.set)
+            orphaned: set[asyncio.Task[None]] = set()
+            loop.add_signal_handler(signal.SIGHUP, lambda: orphaned.add(loop.create_task(_leave_when_idle(server))))
             if parent is not None:
                 loop.add_reader(parent, server.leaving.set)  # it never speaks: readable means that it is gone
             gc.collect()
@@ -165,6 +173,15 @@ def _serve(
         if parent is not None:
             parent.close()
     return 0
+
+
+async def _leave_when_idle(server: Server) -> None:
+    waited_s = quiet_s = 0.0
+    while quiet_s < ORPHAN_QUIET_S and waited_s < ORPHAN_S:
+        await asyncio.sleep(ORPHAN_LOOK_S)
+        waited_s += ORPHAN_LOOK_S
+        quiet_s = 0.0 if server.busy else quiet_s + ORPHAN_LOOK_S
+    server.leaving.set()
 
 
 def _announce(options: Options, listener: socket.socket) -> None:
@@ -188,6 +205,19 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _Told
 
 
+class _Life:
+    """The life that runs now, for the signal that is passed on to it."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def hang_up(self, number: int, frame: FrameType | None) -> None:
+        """The run that we serve was killed. Its engines may still drain: a server that went first would cut them."""
+        if self.process is None or self.process.poll() is not None:
+            raise _Told
+        self.process.send_signal(signal.SIGHUP)
+
+
 def _supervise(options: Options) -> int:
     """Start lives until one ends in order, or by a fault that wants no other."""
     port = options.port
@@ -195,15 +225,16 @@ def _supervise(options: Options) -> int:
     ended = 0
     fired: list[int] = []
     ready_fd = options.ready_fd
-    child: subprocess.Popen[bytes] | None = None
+    life = _Life()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
+    signal.signal(signal.SIGHUP, life.hang_up)
     try:
         while True:
             ours, theirs = socket.socketpair()
             with ours:
-                life = {"fd": theirs.fileno(), "start_ns": start_ns, "ended": ended, "fired": fired}
-                child = _start(options, port, ready_fd, life)
+                past = {"fd": theirs.fileno(), "start_ns": start_ns, "ended": ended, "fired": fired}
+                life.process = child = _start(options, port, ready_fd, past)
                 theirs.close()
                 if ready_fd is not None:
                     os.close(ready_fd)
@@ -225,15 +256,16 @@ def _supervise(options: Options) -> int:
             ended = ended if ending is None else ending["ended"]
             time.sleep(pause_s)
     except _Told:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        if child is not None and child.poll() is None:
-            child.terminate()
+        last = life.process
+        if last is not None and last.poll() is None:
+            last.terminate()
             try:
-                child.wait(TERM_S)
+                last.wait(TERM_S)
             except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+                last.kill()
+                last.wait()
         return 0
 
 

@@ -221,6 +221,11 @@ class Server:
             await stream.waiter
         return stream.due.popleft()
 
+    @property
+    def busy(self) -> bool:
+        """Is any request being served?"""
+        return bool(self._open)
+
     # -- memory and machine
 
     def _real_bytes(self) -> int:

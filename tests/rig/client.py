@@ -19,7 +19,7 @@ import uvloop
 from loadgen import clock, plugins
 from loadgen.client import Client
 from loadgen.selftest.drive import Driven, Tape, drive, scene
-from loadgen.selftest.truth import Schedule, chunks_per_s, lag_ms, late_ms, most_open, rank
+from loadgen.selftest.truth import Schedule, lag_ms, late_ms, most_open, rank
 from loadgen.types import Request
 
 
@@ -43,7 +43,7 @@ def figures(driven: Driven, rss_mb: float) -> dict[str, object]:
         "error_p99": rank(p.gap_error, 0.99), "error_p99.9": rank(p.gap_error, 0.999),
         "inexact": p.inexact_share, "lag_p50": rank(lag, 0.5), "lag_p99": rank(lag, 0.99),
         "late_p99": rank(late, 0.99), "open_mean": driven.achieved, "open_most": most_open(driven.served),
-        "rate_share": chunks_per_s(driven.served) / driven.schedule.rate_per_s(driven.streams),
+        "rate_share": driven.rate_share,
         "us_per_chunk": driven.cpu_s * 1e6 / max(1, driven.chunks), "busy": driven.cpu_s / driven.wall_s,
         "rss_mb": rss_mb, "server_cpu_s": driven.server.get("cpu_s"),
     }  # fmt: skip
