@@ -27,6 +27,10 @@ class ProtocolError(Exception):
     """These bytes are no HTTP/1.1 response, or one beyond our bounds."""
 
 
+# What servers write where nothing is compressed: the standard's word, and names of other things than a compression.
+UNCOMPRESSED = frozenset({"identity", "", "none", "utf-8", "utf8", "binary", "8bit"})
+
+
 class EncodingError(ProtocolError):
     """The body is compressed in a way that we did not ask for and cannot undo."""
 
@@ -127,7 +131,7 @@ class Response:
         encoding = self.headers.get("content-encoding", "identity").lower()
         if encoding in ("gzip", "x-gzip", "deflate"):
             self._inflate = _Inflate(encoding)
-        elif encoding not in ("identity", ""):
+        elif encoding not in UNCOMPRESSED:
             raise EncodingError(f"content-encoding {encoding!r}, though identity was asked for")
 
     def on_chunk_header(self) -> None:

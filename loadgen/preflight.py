@@ -23,6 +23,7 @@ from loadgen.types import (
     Outcome,
     Request,
     Scenario,
+    Target,
     UserError,
 )
 from workloads import calibrate
@@ -81,26 +82,27 @@ class Preflight:
 
 
 async def examine(
-    scene: Scenario, connect: Callable[[str], Client], *, wait_s: float, busy_ok: bool, say: Callable[[str], None]
+    scene: Scenario, connect: Callable[[Target, str], Client], *, wait_s: float, busy_ok: bool, say: Callable[[str], None]
 ) -> Preflight:
     """Raises NotReadyError where nothing serves (after `wait_s`) or others use the server, UserError for the rest.
 
-    `connect(model)` makes a client; the caller owns its secrets.
+    `connect(target, model)` makes a client; the caller owns its secrets. Of several servers each must answer and serve
+    the same model; classes fit the smallest context, and lengths are calibrated against the first.
     """
-    client = connect(scene.target.model or "")
+    first, *others = [replace(scene, target=target) for target in _each(scene.target)]
+    facts = await _ready(first, connect, wait_s, say)
+    for other in others:
+        more = await _ready(replace(other, target=replace(other.target, model=facts.model)), connect, wait_s, say)
+        facts = _together(facts, more)
+    first = replace(first, target=replace(first.target, model=facts.model))
+    client = connect(first.target, facts.model or "")
     try:
-        facts = await _until_ready(lambda: _identify(scene, client), wait_s, say)
-    finally:
-        await client.close()
-    scene = replace(scene, target=replace(scene.target, model=facts.model))
-    client = connect(facts.model or "")
-    try:
-        facts = await _until_ready(lambda: _generate(scene, client, facts), wait_s, say)
-        calibrated, facts = await _calibrate(scene, client, facts)
+        calibrated, facts = await _calibrate(first, client, facts)
         fitted, changes = fit(calibrated)
         fitted = await _calibrate_frames(fitted, client)
     finally:
         await client.close()
+    fitted = replace(fitted, target=replace(scene.target, model=facts.model))
     if facts.foreign_requests and not busy_ok:
         raise NotReadyError(
             f"{scene.target.url}: the server is busy with {facts.foreign_requests} requests that are not ours; "
@@ -109,6 +111,43 @@ async def examine(
     if not fitted.classes:
         raise UserError(f"no class of the scenario fits this server: {'; '.join(c.why for c in changes)}")
     return Preflight(fitted, facts, tuple(changes))
+
+
+def _each(target: Target) -> list[Target]:
+    """Each server of the target alone."""
+    return [replace(target, url=url, urls=()) for url in target.urls] or [target]
+
+
+def _together(first: Facts, other: Facts) -> Facts:
+    """What may be asked of any of them: the smallest context; slots and foreign requests add up where both tell."""
+
+    def total(a: int | None, b: int | None) -> int | None:
+        return None if a is None or b is None else a + b
+
+    contexts = [each.context_tokens for each in (first, other) if each.context_tokens is not None]
+    return replace(
+        first,
+        context_tokens=min(contexts, default=None),
+        slots=total(first.slots, other.slots),
+        foreign_requests=total(first.foreign_requests, other.foreign_requests),
+    )
+
+
+async def _ready(
+    scene: Scenario, connect: Callable[[Target, str], Client], wait_s: float, say: Callable[[str], None]
+) -> Facts:
+    """One server: what it is, and that it generates."""
+    client = connect(scene.target, scene.target.model or "")
+    try:
+        facts: Facts = await _until_ready(lambda: _identify(scene, client), wait_s, say)
+    finally:
+        await client.close()
+    client = connect(scene.target, facts.model or "")
+    try:
+        found: Facts = await _until_ready(lambda: _generate(scene, client, facts), wait_s, say)
+    finally:
+        await client.close()
+    return found
 
 
 async def _until_ready(attempt: Callable[[], Any], wait_s: float, say: Callable[[str], None]) -> Any:

@@ -28,7 +28,7 @@ from loadgen.gate import Barrier, Crew, Exit, Shard, Start
 from loadgen.live import Progress
 from loadgen.record import Journal, write_json, write_text
 from loadgen.rules import on_this_host
-from loadgen.types import Json, Lane, Scenario, UserError, Verdict
+from loadgen.types import Json, Lane, Scenario, Target, UserError, Verdict
 
 LANES: tuple[Lane, ...] = ("fast", "gpu", "slow")
 # The monitors of a scenario that names none.
@@ -221,8 +221,8 @@ def make_folder(out: Path, name: str) -> Path:
 async def _preflight(scene: Scenario, headers: dict[str, str], plan: Plan, view: View) -> preflight.Preflight:
     dialect = plugins.load("dialects", scene.target.dialect)
 
-    def connect(model: str) -> Client:
-        return Client(scene.target, scene.limits, dialect, model=model, headers=headers, connections=1)
+    def connect(target: Target, model: str) -> Client:
+        return Client(target, scene.limits, dialect, model=model, headers=headers, connections=1)
 
     return await preflight.examine(scene, connect, wait_s=plan.wait_s, busy_ok=plan.busy_ok, say=view.say)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from loadgen import plugins, record, report, summary
 from loadgen.rules import ELSEWHERE, NOT_OBSERVED, not_evaluated
-from loadgen.types import AXES, Axis, Finding, Verdict
+from loadgen.types import AXES, Axis, Finding, UserError, Verdict
 
 FINDINGS_SCHEMA = "loadgen.findings/1"
 
@@ -135,7 +135,8 @@ def _number(name: str) -> int:
 def judge(folder: Path) -> Verdict:
     """Judges a run folder and writes findings.json, summary.json and report.md into it.
 
-    Raises UserError where the folder's scenario cannot be read; whatever else is missing is in the findings.
+    Raises UserError where the folder's scenario cannot be read, or the judgement cannot be written (a full disk);
+    whatever else is missing is in the findings.
     """
     run = record.Run(folder)
     names = summary.host_names(run)
@@ -145,9 +146,13 @@ def judge(folder: Path) -> Verdict:
     guard = any(event["event"] == "guard" for event in run.journal)
     result = verdict(findings, required=required, interrupted=run.interrupted, guard_stopped=guard)
     numbers = summary.summarise(run, result, thresholds)
-    record.write_json(folder, "findings.json", {"schema": FINDINGS_SCHEMA, "findings": findings})
-    record.write_json(folder, "summary.json", numbers)
-    record.write_text(folder, "report.md", report.markdown(numbers, findings))
+    try:
+        record.write_json(folder, "findings.json", {"schema": FINDINGS_SCHEMA, "findings": findings})
+        record.write_json(folder, "summary.json", numbers)
+        record.write_text(folder, "report.md", report.markdown(numbers, findings))
+    except OSError as error:
+        why = f"the judgement, {result.line}, cannot be written ({error.strerror})"
+        raise UserError(f"{folder}: {why}; make room, then: loadgen judge {folder}") from None
     return result
 
 

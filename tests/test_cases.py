@@ -119,7 +119,7 @@ def _examined(name: str, model: str | None) -> tuple[preflight.Preflight | UserE
             target = Target(url=server.url, model=model)
             scene = replace(scenario.load("smoke"), target=target)
 
-            def connect(model: str) -> Client:
+            def connect(target: Target, model: str) -> Client:
                 return Client(target, Limits(), openai_chat, model=model, headers={}, connections=1)
 
             try:

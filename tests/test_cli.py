@@ -279,3 +279,15 @@ def test_the_live_view_reads_each_line_once_and_waits_for_its_end(tmp_path: Path
 
 def test_every_class_of_the_standard_soak_has_a_weight() -> None:
     assert sum(scenario.mixed_weights(scenario.load("soak-600s").classes).values()) == 100
+
+
+def test_every_server_of_the_target_is_asked_before_the_run(
+    capsys: pytest.CaptureFixture[str], sim_url: str, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dead = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    out = str(tmp_path)
+    code, _, err = call(capsys, "run", "smoke", "--url", sim_url, "--url", dead, "--model", "sim-tiny", "--out", out)
+    assert code == 75
+    assert dead in err
+    assert sim_url not in err

@@ -403,7 +403,7 @@ def test_server_without_tokens_passes_preflight_uncalibrated() -> None:
             target = Target(url=server.url, dialect="openai_embeddings")
             scene = replace(scenario.load("smoke"), target=target)
 
-            def connect(model: str) -> Client:
+            def connect(target: Target, model: str) -> Client:
                 return Client(target, Limits(), MODULES["openai_embeddings"], model=model, headers={}, connections=1)
 
             found = await preflight.examine(scene, connect, wait_s=0, busy_ok=True, say=lambda text: None)

@@ -149,6 +149,12 @@ def test_other_encodings_and_false_claims_are_named() -> None:
         fed(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\ndata: {}\n")
 
 
+@pytest.mark.parametrize("word", sorted(http1.UNCOMPRESSED))
+def test_a_name_that_is_no_compression_means_none(word: str) -> None:
+    response = fed(HEAD + b"Content-Encoding: %b\r\nContent-Length: 2\r\n\r\nhi" % word.upper().encode())
+    assert body(response) == b"hi"
+
+
 def test_bomb_is_refused() -> None:
     bomb = gzip.compress(b"\0" * (http1.MAX_INFLATED_BYTES + 1), compresslevel=1)
     with pytest.raises(ProtocolError, match="inflates"):
