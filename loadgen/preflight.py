@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from loadgen import plugins, strict
 from loadgen.client import Client, NoEndpointError
@@ -27,6 +27,8 @@ from loadgen.types import (
     UserError,
 )
 from workloads import calibrate
+
+Connect: TypeAlias = Callable[[Target, str], Client]
 
 # A control call that takes longer than this is no answer; a first generation may compile kernels.
 CONTROL_S = 10.0
@@ -82,7 +84,7 @@ class Preflight:
 
 
 async def examine(
-    scene: Scenario, connect: Callable[[Target, str], Client], *, wait_s: float, busy_ok: bool, say: Callable[[str], None]
+    scene: Scenario, connect: Connect, *, wait_s: float, busy_ok: bool, say: Callable[[str], None]
 ) -> Preflight:
     """Raises NotReadyError where nothing serves (after `wait_s`) or others use the server, UserError for the rest.
 
@@ -133,9 +135,7 @@ def _together(first: Facts, other: Facts) -> Facts:
     )
 
 
-async def _ready(
-    scene: Scenario, connect: Callable[[Target, str], Client], wait_s: float, say: Callable[[str], None]
-) -> Facts:
+async def _ready(scene: Scenario, connect: Connect, wait_s: float, say: Callable[[str], None]) -> Facts:
     """One server: what it is, and that it generates."""
     client = connect(scene.target, scene.target.model or "")
     try:

@@ -78,9 +78,9 @@ class Secret:
 class Target:
     """The server under test. `model` None: the only model that it serves; `endpoint` None: the dialect's own path.
 
-    `urls` are several servers in place of `url`: sessions go round them, all requests of one session to the same; before
-    a run each is asked, monitors watch the first. `proxy: env` uses the HTTP proxies that the
-    environment names, which nothing else does. `ca_file` (PEM) is believed beside the system's authorities;
+    `urls` are several servers in place of `url`: sessions go round them, all requests of one session to the same;
+    before a run each is asked, monitors watch the first. `proxy: env` uses the HTTP proxies that the environment names,
+    which nothing else does. `ca_file` (PEM) is believed beside the system's authorities;
     `client_cert` and `client_key` (PEM, in one file or two) are shown to a server that asks.
     """
 
