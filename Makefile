@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 CODE := loadgen workloads monitors tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup soak test test-slow bench-accuracy bench-client lint format real real-vllm lock lock-check clean
+.PHONY: help setup soak test test-slow bench-accuracy bench-client bench-monitors lint format real real-vllm lock lock-check clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 18
@@ -55,6 +55,9 @@ bench-accuracy: setup ## our client's times against a ground-truth server, 1 to 
 
 bench-client: setup ## CPU per chunk beside a C reader and the peers installed (BENCH="--peer vllm,aiperf")
 	@$(BIN)/python -m tests.rig.bench_client $(BENCH)
+
+bench-monitors: setup ## what the monitors cost, how late they are, how soon a kill is written (BENCH="--seconds 10")
+	@$(BIN)/python -m tests.rig.bench_monitors $(BENCH)
 
 lint: setup ## formatting, lint, types
 	$(BIN)/ruff format --check $(CODE)

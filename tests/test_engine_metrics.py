@@ -22,18 +22,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadgen.rules import prefix_cache
 from loadgen.types import Outcome, Sample
 from loadgen.verdict import judge
-from monitors import engine
+from monitors import engine, prometheus
 
 # Lines end at LF only: one case has another line separator of Unicode inside.
 LINES = (Path(__file__).parent / "data/monitors/metrics.jsonl").read_text(encoding="utf-8").split("\n")
 CASES = {case["id"]: case for case in map(json.loads, filter(None, LINES))}
 
 
-def pages(name: str) -> tuple[list[engine.Page], dict[str, Any]]:
-    return [engine.parse(text) for text in CASES[name]["input"]["scrapes"]], CASES[name]["expect"]
+def pages(name: str) -> tuple[list[prometheus.Page], dict[str, Any]]:
+    return [prometheus.parse(text) for text in CASES[name]["input"]["scrapes"]], CASES[name]["expect"]
 
 
-def values(page: engine.Page) -> dict[str, float]:
+def values(page: prometheus.Page) -> dict[str, float]:
     return engine.normalised(page)[0]
 
 
@@ -150,7 +150,7 @@ def test_cached_tokens_of_answers_count_by_class_beyond_what_every_prompt_shares
 
 
 def test_of_two_engines_the_fuller_cache_counts_and_the_queues_are_added() -> None:
-    page = engine.parse(
+    page = prometheus.parse(
         'vllm:kv_cache_usage_perc{engine="0"} 0.2\nvllm:kv_cache_usage_perc{engine="1"} 0.9\n'
         'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="1"} 4\n'
     )
@@ -158,7 +158,7 @@ def test_of_two_engines_the_fuller_cache_counts_and_the_queues_are_added() -> No
 
 
 def test_metric_under_old_and_new_name_is_not_added_twice() -> None:
-    page = engine.parse(
+    page = prometheus.parse(
         "vllm:kv_cache_usage_perc 0.5\nvllm:gpu_cache_usage_perc 0.5\n"
         "vllm:prompt_tokens_total 9\nvllm:prompt_tokens 9\n"
     )
@@ -166,15 +166,17 @@ def test_metric_under_old_and_new_name_is_not_added_twice() -> None:
 
 
 def test_restart_of_one_engine_is_a_reset_though_the_sum_grew() -> None:
-    before = engine.parse(
+    before = prometheus.parse(
         'vllm:generation_tokens_total{engine="0"} 100\nvllm:generation_tokens_total{engine="1"} 100\n'
     )
-    after = engine.parse('vllm:generation_tokens_total{engine="0"} 5\nvllm:generation_tokens_total{engine="1"} 900\n')
+    after = prometheus.parse(
+        'vllm:generation_tokens_total{engine="0"} 5\nvllm:generation_tokens_total{engine="1"} 900\n'
+    )
     assert engine.resets(before, after) == ["generation_tokens_total"]
 
 
 def test_capacity_is_read_from_labels() -> None:
-    page = engine.parse(
+    page = prometheus.parse(
         'vllm:cache_config_info{block_size="16",kv_cache_size_tokens="262144",num_gpu_blocks="16384"} 1.0\n'
     )
     assert values(page) == {"kv_capacity_tokens": 262144.0, "kv_blocks": 16384.0, "kv_block_tokens": 16.0}
@@ -190,7 +192,7 @@ def test_capacity_is_read_from_labels() -> None:
     ],
 )
 def test_running_requests_of_every_server(text: str, running: float) -> None:
-    assert values(engine.parse(text))["requests_running"] == running
+    assert values(prometheus.parse(text))["requests_running"] == running
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,10}[a-z]", fullmatch=True).filter(
@@ -218,18 +220,110 @@ def test_good_pages_are_read_as_prometheus_reads_them(families: dict[str, tuple[
             child = metric.labels(label)
             child.inc(value) if isinstance(child, Counter) else child.set(value)
     text = generate_latest(registry).decode()
-    theirs: dict[str, engine.Series] = {}
+    theirs: dict[str, prometheus.Series] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             theirs.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
-    page = engine.parse(text)
+    page = prometheus.parse(text)
     assert page.bad_lines == 0
     assert page.series == theirs
 
 
 @given(st.text())
 def test_no_page_breaks_the_parser(text: str) -> None:
-    engine.normalised(engine.parse(text))
+    engine.normalised(prometheus.parse(text))
+
+
+def wire(name: str) -> prometheus.Page:
+    """A page as a real server gave it."""
+    data = (Path(__file__).parent / "data/wire" / name).read_bytes()
+    return prometheus.parse(data.partition(b"\r\n\r\n")[2].decode())
+
+
+def test_real_page_of_vllm_gives_latencies_reasons_and_sources() -> None:
+    page = wire("vllm-metrics.http")
+    found = values(page)
+    assert (found["ttft_count_total"], round(found["ttft_seconds_total"], 3)) == (9.0, 26.438)
+    assert (found["itl_count_total"], round(found["itl_seconds_total"], 3)) == (66.0, 3.546)
+    assert {"tpot_count_total", "e2e_seconds_total", "queue_count_total", "prefill_seconds_total"} <= found.keys()
+    kept = {(name, *labels.values()): value for name, labels, value in engine.by_label(page)}
+    assert kept["requests_waiting_by_reason", "capacity"] == kept["requests_waiting_by_reason", "deferred"] == 0
+    assert kept["requests_finished_by_reason_total", "length"] == 9
+    assert kept["prompt_tokens_by_source_total", "local_compute"] == 114
+    assert kept["sleep_state", "awake"] == 1
+    assert not [name for name, *_ in kept if name.endswith("_per_engine")], "one engine is no several"
+
+
+def test_real_page_of_llamacpp_gives_its_times() -> None:
+    found = values(wire("llamacpp-metrics.http"))
+    assert {"prefill_seconds_total", "decode_seconds_total", "busy_slots_per_decode"} <= found.keys()
+
+
+def test_accepted_tokens_are_kept_by_position_over_all_engines() -> None:
+    page = prometheus.parse(
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 90\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 10\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 40\n'
+    )
+    name = "spec_accepted_tokens_by_position_total"
+    assert engine.by_label(page) == [(name, {"position": "0"}, 100.0), (name, {"position": "1"}, 40.0)]
+
+
+def test_of_several_engines_each_has_its_own_figures_up_to_a_bound() -> None:
+    text = "".join(f'vllm:num_requests_running{{engine="{n:02d}"}} {n}\n' for n in range(40))
+    kept = engine.by_label(prometheus.parse(text))
+    assert len(kept) == engine.MAX_ENGINES
+    assert kept[3] == ("requests_running_per_engine", {"engine": "03"}, 3.0)
+
+
+def test_page_of_tgi_has_names_too() -> None:
+    page = prometheus.parse(
+        "tgi_queue_size 2\ntgi_request_count 9\ntgi_request_success 7\ntgi_request_duration_sum 12.5\n"
+        "tgi_request_duration_count 7\ntgi_request_generated_tokens_sum 700\ntgi_batch_current_max_tokens 4096\n"
+        "tgi_request_mean_time_per_token_duration_sum 0.2\ntgi_request_mean_time_per_token_duration_count 7\n"
+    )
+    assert values(page) == {
+        "requests_waiting": 2.0, "requests_received_total": 9.0, "requests_success_total": 7.0,
+        "e2e_seconds_total": 12.5, "e2e_count_total": 7.0, "generation_tokens_total": 700.0,
+        "batch_max_tokens": 4096.0, "tpot_seconds_total": 0.2, "tpot_count_total": 7.0,
+    }  # fmt: skip
+
+
+def test_page_of_sglang_has_capacity_hit_rate_and_start_up_memory() -> None:
+    page = prometheus.parse(
+        "sglang:max_total_num_tokens 171008\nsglang:kv_used_tokens 1000\nsglang:num_used_tokens 999\n"
+        'sglang:cache_hit_rate{dp_rank="0"} 0.2\nsglang:cache_hit_rate{dp_rank="1"} 0.4\n'
+        "sglang:weight_memory_usage_gb 2\nsglang:cached_tokens_total 30\nsglang:prompt_tokens_total 300\n"
+    )
+    found = values(page)
+    assert found["kv_capacity_tokens"] == 171008
+    assert found["kv_used_tokens"] == 1000
+    assert found["prefix_cache_hit_ratio"] == pytest.approx(0.3)
+    assert found["model_bytes"] == 2 << 30
+    assert (found["prefix_cache_hits_total"], found["prefix_cache_queries_total"]) == (30, 300)
+
+
+def test_capacity_of_an_older_vllm_is_blocks_times_their_size() -> None:
+    page = prometheus.parse('vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n')
+    assert values(page)["kv_capacity_tokens"] == 16000
+
+
+def test_names_that_nobody_knows_are_kept_and_bounded() -> None:
+    text = 'vllm:num_requests_running 1\nvllm:new_thing_bucket{le="1"} 1\n' + "".join(
+        f'vllm:of_tomorrow_{n:04d}{{engine="{e}"}} {n}\n' for n in range(1000) for e in (0, 1)
+    )
+    kept, n = engine.unknown(prometheus.parse(text))
+    assert (len(kept), n) == (engine.MAX_UNKNOWN, 1000)
+    assert kept["vllm:of_tomorrow_0007"] == 14.0, "summed over engines"
+
+
+def test_unknown_names_are_listed_once_and_their_values_once_a_minute() -> None:
+    with server([answer("vllm:num_requests_running 5\nvllm:of_tomorrow 3\n")]) as (url, _):
+        first, second = ticks(engine.Options(target_url=url), 2)
+    (kept,) = of(first, "vllm:of_tomorrow")
+    assert (kept.value, kept.labels) == (3.0, {"name": "theirs"})
+    assert [s.text for s in of(first, "unknown_names")] == ["vllm:of_tomorrow"]
+    assert of(second, "vllm:of_tomorrow") == of(second, "unknown_names") == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------

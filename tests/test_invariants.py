@@ -34,7 +34,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 HTTP_LIBRARIES = {"aiohttp", "httptools", "http.client", "urllib.request", "requests", "httpx"}
 # client is cut into three files: the connection's bytes (exchange), their framing (http1), and itself.
-HTTP_SPEAKERS = {"loadgen.client", "loadgen.exchange", "loadgen.http1", "loadgen.sim", "monitors.engine"}
+HTTP_SPEAKERS = {"loadgen.client", "loadgen.exchange", "loadgen.http1", "loadgen.sim", "monitors.docker",
+                 "monitors.engine", "monitors.logs"}  # fmt: skip
 
 # Of the module `time`, all but these read a clock.
 CLOCKLESS = {"sleep", "struct_time"}
