@@ -155,6 +155,11 @@ class Book:
         return next(self.sessions)
 
 
+def apart_s(seats: int) -> float:
+    """How long after one seat the next begins."""
+    return min(RAMP_SEAT_S, RAMP_MAX_S / seats)
+
+
 def inline(function: Callable[..., T], *args: Any) -> Awaitable[T]:
     """Call now, for tests on a virtual clock, where a thread's real time would be out of step."""
 
@@ -284,7 +289,7 @@ class Engine:
         if not dealt:
             self.recorder.event("note", text="no seat has a class to ask")
             return
-        step_s = min(RAMP_SEAT_S, RAMP_MAX_S / len(dealt))
+        step_s = apart_s(len(dealt))
         seats = [
             asyncio.create_task(self._seat(seat, cards, current, place * step_s))
             for place, (seat, cards) in enumerate(dealt)

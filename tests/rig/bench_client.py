@@ -1,8 +1,9 @@
 """`make bench-client`: what a chunk costs our client, beside a C reader that parses nothing and the peers installed.
 
 All in one sitting and in turn: client A, client B, …, and again; medians. CPU is user and system time of the process
-tree from the first request to the exit, reports included, divided by the chunks that the server sent. Ratios are what
-to carry over to another machine. A bench for people, not a gate.
+tree from the first request to the exit, reports included, divided by the chunks that the server sent. Streams of ours
+and of the C reader begin one after the other, as our seats do; peers begin as they do. Ratios are what to carry over to
+another machine. A bench for people, not a gate.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, from anywhere
 
 from loadgen import scenario
+from loadgen.engine import apart_s
 from loadgen.record import write_text
 from loadgen.selftest.drive import scene
 from loadgen.selftest.truth import Schedule
@@ -57,7 +59,10 @@ def job(client: str, server: rig.TruthServer, streams: int, requests: int, folde
     mine: list[str | Path] = [sys.executable, "-m", "tests.rig.client", server.url, str(streams), str(requests)]
     if client in (FLOOR_READ, FLOOR_KERNEL):
         mode = "2" if client == FLOOR_KERNEL else "1"
-        return Job([rig.built("c_reader"), str(server.port), SCHEDULE.model, str(streams), str(requests), mode])
+        apart_us = str(round(apart_s(streams) * 1e6))
+        return Job(
+            [rig.built("c_reader"), str(server.port), SCHEDULE.model, str(streams), str(requests), mode, apart_us]
+        )
     if client == ENGINE:
         return Job(
             [sys.executable, "-m", "loadgen.shard", shard_folder(folder, server.url, streams, requests, SCHEDULE)]

@@ -1,9 +1,12 @@
 // c_reader: the floor of what a client of truth_server must cost. It opens N connections, keeps one request on each until
 // R are done (closed loop), reads and times the chunks, and parses nothing but the mark at the end of a body.
 //
-//   c_reader PORT MODEL CONNECTIONS REQUESTS MODE
+//   c_reader PORT MODEL CONNECTIONS REQUESTS MODE [APART_US]
 //   MODE 0  read()                     MODE 1  read() and one clock reading for each
 //   MODE 2  recvmsg() and the kernel's receive time     MODE 3  mode 1 and a search for every "data: "
+//
+// Connections begin APART_US one after the other (0: at once). Chunks that come spread cost more than chunks that come in
+// step, whoever reads them, so a client that begins its streams apart is compared with a floor that does the same.
 //
 // Prints one JSON line: reads, bytes, CPU seconds, µs of CPU a read. Loopback only.
 
@@ -67,12 +70,13 @@ static ssize_t read_with_time(int fd, int64_t *at) {
 }
 
 int main(int argc, char **argv) {
-  if (argc != 6) {
-    fprintf(stderr, "usage: c_reader PORT MODEL CONNECTIONS REQUESTS MODE\n");
+  if (argc != 6 && argc != 7) {
+    fprintf(stderr, "usage: c_reader PORT MODEL CONNECTIONS REQUESTS MODE [APART_US]\n");
     return 2;
   }
   int port = atoi(argv[1]), count = atoi(argv[3]), wanted = atoi(argv[4]), mode = atoi(argv[5]);
-  if (count < 1 || count > MAX_CONNECTIONS) return 2;
+  int64_t apart_ns = argc > 6 ? atoi(argv[6]) * 1000LL : 0;
+  if (count < 1 || count > MAX_CONNECTIONS || apart_ns < 0) return 2;
   prctl(PR_SET_PDEATHSIG, SIGTERM);
   char body[512];
   int length = snprintf(body, sizeof body,
@@ -83,14 +87,16 @@ int main(int argc, char **argv) {
   int poller = epoll_create1(0), sent = 0, done = 0;
   struct epoll_event e = {.events = EPOLLIN}, events[512];
   int64_t reads = 0, bytes = 0, found = 0, stamped = 0, begun = now_ns();
-  for (int n = 0; n < count && sent < wanted; n++, sent++) {
-    e.data.fd = connected(port, mode);
-    epoll_ctl(poller, EPOLL_CTL_ADD, e.data.fd, &e);
-    if (send(e.data.fd, request, request_length, 0) != request_length) return 1;
-  }
+  int opened = 0;
   while (done < wanted) {
-    int k = epoll_wait(poller, events, 512, SILENCE_MS);
-    if (k <= 0) break;
+    for (; opened < count && sent < wanted && now_ns() >= begun + opened * apart_ns; opened++, sent++) {
+      e.data.fd = connected(port, mode);
+      epoll_ctl(poller, EPOLL_CTL_ADD, e.data.fd, &e);
+      if (send(e.data.fd, request, request_length, 0) != request_length) return 1;
+    }
+    int waiting = opened < count && sent < wanted;
+    int k = epoll_wait(poller, events, 512, waiting ? 1 : SILENCE_MS);
+    if (k < 0 || (k == 0 && !waiting)) break;
     for (int i = 0; i < k; i++) {
       int fd = events[i].data.fd;
       int64_t at = 0;

@@ -18,6 +18,7 @@ import uvloop
 
 from loadgen import clock, plugins
 from loadgen.client import Client
+from loadgen.engine import apart_s
 from loadgen.selftest.drive import Driven, Tape, drive, scene
 from loadgen.selftest.truth import Schedule, lag_ms, late_ms, most_open, rank
 from loadgen.types import Request
@@ -62,6 +63,7 @@ async def alone(url: str, streams: int, requests: int, schedule: Schedule, kerne
     async def one(number: int) -> None:
         nonlocal bad
         request = Request(f"alone-{number}", "alone", prompt, schedule.tokens, ignore_eos=True)
+        await asyncio.sleep(min(number, streams) * apart_s(streams))  # as seats do
         async with seats:
             outcome = await client.send(request, dialect.encode(request, schedule.model, {"rid": number}))
         bad += outcome.outcome != "ok"
