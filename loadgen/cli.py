@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ LINE_EVERY_NS = 10_000_000_000
 # Redraws a second: enough to see a number move, too few to cost anything.
 REDRAWS_PER_S = 4
 SIM_START_S = 20.0
+# How wide a diagnosis is where there is no terminal: it is pasted into an issue.
+DOCTOR_COLUMNS = 100
 # Headers whose values may not stand in a run folder.
 SECRET_NAME = re.compile(r"auth|key|token|secret|cookie", re.IGNORECASE)
 
@@ -155,6 +157,9 @@ def run(
     ] = "",
     wait: Annotated[str, typer.Option(help="How long to wait for a server that is not ready yet.")] = "0s",
     allow_busy: Annotated[bool, typer.Option(help="Run even if others use the server.")] = False,
+    no_guard: Annotated[
+        bool, typer.Option("--no-guard", help="Go on whatever the memory of the server's host does.")
+    ] = False,
     shards: Annotated[
         str,
         typer.Option(
@@ -185,6 +190,8 @@ def run(
     for line in header or []:
         if SECRET_NAME.search(line.partition(":")[0]):
             raise UserError(f"--header {line.partition(':')[0]}: it would stand in the run folder; use --api-key-env")
+    if no_guard:
+        scene = replace(scene, guards=replace(scene.guards, enabled=False))
     wait_s = _duration("--wait", wait) or Seconds(0)
     count = _shards(shards)
     with _simulator(sim, sim_args) as sim_url:
@@ -544,6 +551,43 @@ def probe(
 
     after_s = _duration("--cancel-after", cancel_after)
     raise typer.Exit(0 if uvloop.run(ask() if after_s is None else cut(after_s)) else 1)
+
+
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Argument(help="The server; without it only the machine is looked at.")] = None,
+    model: Model = None,
+    dialect: Dialect = None,
+    api_key_env: KeyEnv = None,
+    ca_file: CaFile = None,
+    insecure: Insecure = False,
+    root: Annotated[
+        Path, typer.Option(help="A file tree that stands in for this machine's /proc and /sys.", metavar="DIR")
+    ] = Path("/"),
+    out: Annotated[Path, typer.Option(help="Where run folders would go.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+) -> None:
+    """What can be seen here, what serves, what would spoil a run. Exit 1 when a problem would; notes do not."""
+    from loadgen import doctor as diagnosing
+    from loadgen import secrets
+
+    target = None
+    if url is not None:
+        target = _asking(_target(Target(), [url], model, api_key_env), dialect, None, None)
+        target = _reached(target, ca_file, None, None, insecure, False)
+    elif model is not None or dialect is not None or api_key_env is not None:
+        raise UserError("--model, --dialect and --api-key-env are about a server: give its URL")
+    headers = secrets.headers(target) if target is not None else {}
+    with errors.status("looking …") if errors.is_terminal and not as_json else nullcontext():
+        found = diagnosing.examine(target, headers, root=str(root), out=out)
+    if as_json:
+        sys.stdout.write(orjson.dumps(diagnosing.document(found), option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        layout = Console(highlight=False, width=None if plain.is_terminal else DOCTOR_COLUMNS)
+        with layout.capture() as captured:
+            layout.print(diagnosing.screen(found, layout.width))
+        sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    raise typer.Exit(found.exit_code)
 
 
 @app.command()

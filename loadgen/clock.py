@@ -8,7 +8,9 @@ runs ahead of MONOTONIC), a clock step (REALTIME jumps) and a reboot (another bo
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 now_ns = time.monotonic_ns
 wall_ns = time.time_ns
@@ -28,6 +30,16 @@ def boot_id(root: Path = Path("/")) -> str | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All clocks of a host at one moment; None: this host has none, or nobody read it."""
+
+    mono_ns: int
+    boottime_ns: int | None = None
+    wall_ns: int | None = None
+    boot_id: str | None = None
+
+
 def reading(root: Path = Path("/")) -> dict[str, int | str | None]:
     """All clocks at one moment, as it stands at the head of every file of a run."""
     return {"mono_ns": now_ns(), "boottime_ns": boottime_ns(), "wall_ns": wall_ns(), "boot_id": boot_id(root)}
@@ -36,6 +48,11 @@ def reading(root: Path = Path("/")) -> dict[str, int | str | None]:
 def utc_stamp() -> str:
     """`20261130T204500Z`, for names of run folders."""
     return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
+def utc(seconds: float) -> str:
+    """A moment of the wall clock (seconds since 1970) as `2026-11-30T20:45:00Z`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def cpu_ns() -> int:
@@ -85,3 +102,50 @@ class WallOffset:
 
     def _set(self, low_ns: int, high_ns: int) -> None:
         self._low_ns, self._high_ns, self.ns = low_ns, high_ns, (low_ns + high_ns) // 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What happened between two readings of all clocks
+
+# A hole of more than this many periods is one.
+HOLE_PERIODS = 3.0
+# NTP slews by at most 0.5 ms a second, and a reading of four clocks on a busy machine is torn by milliseconds: less
+# than this between two readings is no step and no sleep.
+STEP_NS = 500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What two readings tell: `reboot`, `suspend`, `clock_step` or `starved`, and by how many seconds; those of a clock
+    step have a sign, those of a reboot are None where there is no wall clock to tell."""
+
+    kind: Literal["reboot", "suspend", "clock_step", "starved"]
+    seconds: float | None
+
+
+def between(before: Reading, after: Reading, period_ns: int) -> list[Gap]:
+    """Why nothing was read in between, or why times of the wall do not fit: pure, of two `reading`s of one host.
+
+    Another boot id is a reboot, after which the monotonic clock began anew and nothing else can be compared. BOOTTIME
+    that ran ahead of MONOTONIC is a suspend; REALTIME that ran ahead of BOOTTIME (or fell back) was set; MONOTONIC that
+    went on for more than three periods while nobody was asleep means that the reader was starved.
+    """
+    if before.boot_id is not None and after.boot_id is not None and before.boot_id != after.boot_id:
+        walls = (before.wall_ns, after.wall_ns)
+        return [Gap("reboot", None if None in walls else (after.wall_ns - before.wall_ns) / 1e9)]  # type: ignore[operator]
+    gaps = []
+    ran_ns = after.mono_ns - before.mono_ns
+    slept_ns = 0
+    if before.boottime_ns is not None and after.boottime_ns is not None:
+        slept_ns = after.boottime_ns - before.boottime_ns - ran_ns
+        if slept_ns > STEP_NS:
+            gaps.append(Gap("suspend", slept_ns / 1e9))
+        else:
+            slept_ns = 0
+    if before.wall_ns is not None and after.wall_ns is not None:
+        set_ns = after.wall_ns - before.wall_ns - ran_ns - slept_ns
+        if abs(set_ns) > STEP_NS:
+            gaps.append(Gap("clock_step", set_ns / 1e9))
+    if ran_ns > HOLE_PERIODS * period_ns:
+        gaps.append(Gap("starved", (ran_ns - period_ns) / 1e9))
+    return gaps

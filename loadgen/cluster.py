@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from loadgen import __version__, child, clock, secrets
-from loadgen.gate import Crew, Exit, Shard, Start
+from loadgen.gate import Crew, Exit, Shard, Start, guard_line
+from loadgen.guard import Word
 from loadgen.record import Foreign, Journal, shard_files, write_text
 from loadgen.types import Json, UserError
 
@@ -97,7 +98,7 @@ class Station:
         self.heard_ns = clock.now_ns()
         threading.Thread(target=self._mind_home, args=[self.process], daemon=True).start()
 
-    def begin(self, line: bytes) -> None:
+    def tell(self, line: bytes) -> None:
         if self.talk is not None:
             self.talk.tell(line)
 
@@ -197,7 +198,11 @@ class RayShard:
         return lines
 
     def begin(self, start: Start) -> None:
-        self.actor.begin.remote(replace(start, at_ns=start.at_ns - self.ahead.ns).line())
+        self.actor.tell.remote(replace(start, at_ns=start.at_ns - self.ahead.ns).line())
+
+    def guard(self, word: Word) -> None:
+        if self.ended is None:
+            self.actor.tell.remote(guard_line(word))
 
     def stop(self) -> None:
         if self.ended is None:

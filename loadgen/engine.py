@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from loadgen import clock, mix, plugins, scenario
 from loadgen.gate import Start
+from loadgen.guard import Word
 from loadgen.types import (
     ClassSpec,
     Draw,
@@ -198,6 +199,9 @@ class Engine:
         self.now_ns = now_ns
         self.off_loop = off_loop
         self.stop = Stop()
+        self.free = asyncio.Event()  # a guard may clear it: then nothing is issued
+        self.free.set()
+        self.aborted = False
         self.servers = count(shard)  # round robin over the servers of the target; shards begin at different ones
         self.total = Tally()
         self.in_flight: Counter[str] = Counter()
@@ -209,8 +213,23 @@ class Engine:
         self.own: dict[str, Iterator[mix.Card]] = {}
         self.counted = 0
 
+    def guard(self, word: Word) -> None:
+        """What a guard wants: `hold` issues nothing more, `release` goes on, `abort` cuts what runs and ends the
+        phases. Idle seats are nobody's fault then: the journal says from when to when."""
+        if self.aborted or word not in ("hold", "release", "abort"):
+            return
+        self.recorder.event("guard_heeded", word=word, shard=self.shard, running=self.total.running)
+        if word == "release":
+            self.free.set()
+            return
+        self.free.clear()
+        if word == "abort":
+            self.aborted = True
+            self.sender.abort_all()
+            self.stop.graceful.set()
+
     async def run(self) -> str:
-        """Returns why it ended: `done`, `signal`, or `aborted` with its reason in the journal."""
+        """Returns why it ended: `done`, `signal`, `guard`, or `aborted` with its reason in the journal."""
         load: list[PhaseSpec] = []
         for number, spec in enumerate([*self.scene.phases, None]):
             if spec is not None and spec.kind != "functional":
@@ -223,6 +242,8 @@ class Engine:
                 break
             if spec is not None:
                 await self._functional(spec, number)
+        if self.aborted:
+            return "guard"
         if self.classes or self.stop.graceful.is_set():
             return "signal" if self.stop.graceful.is_set() else "done"
         if self.shard == 0:
@@ -375,7 +396,10 @@ class Engine:
         server = next(self.servers)  # one server for all turns: its prefix cache is what a conversation lives on
         while True:
             request = await self._next_turn(session, outcomes[-1] if outcomes else None, name)
-            if request is None or not phase.open:
+            if not self.free.is_set():
+                await self._freed(phase)
+                due_ns = self.now_ns()
+            if request is None or not phase.open or not self.free.is_set():
                 session.close()
                 return outcomes
             phase.tally.issued += 1
@@ -388,6 +412,10 @@ class Engine:
             self.recorder.outcome(outcome)
             outcomes.append(outcome)
             due_ns = self.now_ns()
+
+    async def _freed(self, phase: Phase) -> None:
+        """Until the guard lets go, the phase is over, or a stop asks for it."""
+        await _first(self.free.wait(), phase.closed.wait(), self.stop.graceful.wait())
 
     async def _next_turn(self, session: Session, last: Outcome | None, name: str) -> Request | None:
         def turn() -> Request | None:
@@ -408,9 +436,11 @@ class Engine:
                 body = await self.off_loop(self.encode, request)
             else:
                 body = self.encode(request)
-            outcome = await self.sender.send(request, body)
+            outcome = _unsent(request, self.now_ns()) if self.aborted else await self.sender.send(request, body)
         finally:
             self.in_flight[request.cls] -= 1
+        if self.aborted and outcome.outcome == "incomplete":
+            outcome.flags.add("guard")
         if outcome.outcome == "ok":
             if len(outcome.text) + len(outcome.reasoning_text) > GRADE_INLINE_CHARS:
                 outcome.grade = await self.off_loop(self._grade, request, outcome)
@@ -482,6 +512,15 @@ def _book(scene: Scenario, name: str, spec: ClassSpec, salt: str = "") -> Book:
     draw = Draw(seed=scene.seed, cls=name, salt=f"{scene.salt}{salt}", template_tokens=template)
     options = plugins.options(module, spec.options)
     return Book(module.sessions(options, draw), int(options.prompt_tokens))
+
+
+def _unsent(request: Request, now_ns: int) -> Outcome:
+    """Of a request that was being built when a guard cut all that ran."""
+    return Outcome(
+        id=request.id, cls=request.cls, phase=request.phase, seat=request.seat, cache=request.cache,
+        outcome="incomplete", due_ns=request.due_ns, error_class="cancelled", error_message="cut by us", done_ns=now_ns,
+        prompt_tokens_target=request.prompt_tokens, max_tokens=request.max_tokens, tags=request.tags,
+    )  # fmt: skip
 
 
 def _cannot(outcome: Outcome) -> str | None:

@@ -4,6 +4,7 @@ They talk in lines of JSON over the shard's own pipes, or over whatever carries 
 
     shard → supervisor   {"ready": 2, "left_out": ["vision"]}
     supervisor → shard   {"start": 2, "at_ns": 81234567890, "left_out": ["vision"]}
+    supervisor → shard   {"guard": "hold"}, or "release", or "abort" (see `loadgen.guard`)
 
 The numbers are those of the scenario's phases. `Gate` is the shard's end; `Barrier` decides at the other end, purely;
 `Shard` and `Crew` are what the supervisor asks of whoever runs shards, here or elsewhere.
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from loadgen.guard import Word
 from loadgen.types import Json
 
 # A line of either side names a phase and some classes.
@@ -35,6 +37,10 @@ class Start:
 
     def line(self) -> bytes:
         return orjson.dumps({"start": self.phase, "at_ns": self.at_ns, "left_out": self.left_out}) + b"\n"
+
+
+def guard_line(word: Word) -> bytes:
+    return orjson.dumps({"guard": word}) + b"\n"
 
 
 class Gate:
@@ -84,6 +90,9 @@ class Shard(Protocol):
 
     def begin(self, start: Start) -> None:
         """Say when a phase begins, in our clock."""
+
+    def guard(self, word: Word) -> None:
+        """Pass on what a guard wants."""
 
     def stop(self) -> None:
         """Gracefully; the second time at once."""

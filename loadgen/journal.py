@@ -29,6 +29,8 @@ SYNC_NEAR_GUARD_S = 0.2
 CLOSE_WAIT_S = 10.0
 # Label sets times monitors of one lane and second; past it the second is written early.
 MAX_PENDING_DIGESTS = 4096
+# A lane writes 10 to 60 MB a day; near a guard ten times that. Small enough to be looked at with an editor.
+SEGMENT_BYTES = 64 << 20
 NS = 1_000_000_000
 
 # macOS has no fdatasync.
@@ -63,6 +65,8 @@ class Appender:
         self._sync_lock = threading.Lock()
         self._dirty = False
         self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._asked: list[threading.Event] = []
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
         if header is not None and size == 0:
@@ -109,9 +113,21 @@ class Appender:
                 self._failed(str(error))
             self.slowest_sync_ns = max(self.slowest_sync_ns, clock.now_ns() - start)
 
+    def sync_soon(self, wait_s: float = 0.0) -> bool:
+        """Has the sync thread sync at once, and waits for it at most `wait_s`: whether all that was written before is
+        on the disk by then. A disk that hangs costs the caller no more than that."""
+        if not wait_s:
+            self._wake.set()
+            return False
+        done = threading.Event()
+        self._asked.append(done)
+        self._wake.set()
+        return done.wait(wait_s)
+
     def close(self) -> None:
         """Syncs and closes. Further lines are counted as errors; a second close does nothing."""
         self._stop.set()
+        self._wake.set()
         self._thread.join(CLOSE_WAIT_S)
         if self._thread.is_alive():  # fdatasync hangs: closing the descriptor under it would only hang as well
             self._failed(f"the disk did not answer for {CLOSE_WAIT_S:g} s")
@@ -123,8 +139,13 @@ class Appender:
             os.close(fd)
 
     def _sync_often(self) -> None:
-        while not self._stop.wait(self.sync_s):
+        while not self._stop.is_set():
+            self._wake.wait(self.sync_s)
+            self._wake.clear()
+            asked, self._asked = self._asked, []
             self.sync()
+            for done in asked:
+                done.set()
 
     def _failed(self, why: str) -> None:
         self.errors += 1
@@ -182,40 +203,71 @@ class SampleWriter:
 
     A digest's `at` is its last reading. While `full_rate` is true, each call's samples are a digest of their own.
     Happenings (samples with a text, and whether a monitor can see at all) are written at once. Values that are not
-    finite are not measured: left out, and counted in `dropped`.
+    finite are not measured: left out, and counted in `dropped`. Past `segment_bytes` a file is closed and the next one
+    begun (`samples-<lane>.2.jsonl`), so that no damage reaches further; None: one file.
     """
 
-    def __init__(self, folder: Path, lane: str, reading: Reading | None = None) -> None:
+    def __init__(
+        self, folder: Path, lane: str, reading: Reading | None = None, segment_bytes: int | None = None
+    ) -> None:
         self.full_rate = False
         self.dropped = 0
+        self._folder, self._lane = folder, lane
+        self._segment_bytes, self._segment = segment_bytes, 1
+        self._earlier_errors = 0
+        self._earlier_error: str | None = None
         self._file = Appender(folder / f"samples-{lane}.jsonl", header(SAMPLES_SCHEMA, reading, lane=lane))
         self._pending: dict[tuple[int, str, _Labels], _Second] = {}
         self._newest_s = 0
 
     @property
     def errors(self) -> int:
-        return self._file.errors
+        return self._earlier_errors + self._file.errors
 
     @property
     def first_error(self) -> str | None:
-        return self._file.first_error
+        return self._earlier_error or self._file.first_error
 
     def write(self, samples: list[Sample]) -> None:
+        happened = False
         for sample in samples:
             value = float(sample.value)
             if value - value != 0:  # NaN and both infinities
                 self.dropped += 1
             elif sample.text is not None or sample.metric == "observed":
                 self._file.append(_happening(sample))
+                happened = True
             else:
                 self._digest(sample, value)
         if self.full_rate or len(self._pending) > MAX_PENDING_DIGESTS:
             self._flush(self._newest_s + 1)
+        if self._segment_bytes is not None and self._file.written_bytes > self._segment_bytes:
+            self._rotate()
+        if happened:  # it may be the last thing that this host says
+            self._file.sync_soon()
+
+    def _rotate(self) -> None:
+        """The next segment. The disk is waited for by a thread; where no file can be made the old one goes on."""
+        old, path = self._file, self._folder / f"samples-{self._lane}.{self._segment + 1}.jsonl"
+        try:
+            self._file = Appender(path, header(SAMPLES_SCHEMA, lane=self._lane, segment=self._segment + 1), old.sync_s)
+        except OSError:
+            self._segment_bytes = None
+            return
+        self._segment += 1
+        self._earlier_errors += old.errors
+        self._earlier_error = self._earlier_error or old.first_error
+        threading.Thread(target=old.close, name=f"close {old.path.name}").start()
 
     def sync(self) -> None:
         """Writes even the running second, and waits for the disk."""
         self._flush(self._newest_s + 1)
         self._file.sync()
+
+    def sync_soon(self, wait_s: float = 0.0) -> bool:
+        """As `Appender.sync_soon`, the running second included."""
+        self._flush(self._newest_s + 1)
+        return self._file.sync_soon(wait_s)
 
     def near_guard(self, near: bool) -> None:
         """Near a guard every reading counts: full rate, and at most 0.2 s to lose."""

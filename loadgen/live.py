@@ -35,9 +35,10 @@ _TOLD = {
     "lane_exit": "the {lane} monitors ended with code {rc}",
     "shard_exit": "engine {shard} is lost: {text}",
     "note": "{text}",
+    "guard": "guard, {word}: {why}",
 }
 # Calm bookkeeping of monitors, no news.
-_QUIET = frozenset({"observed", "process_new", "before_run"})
+_QUIET = frozenset({"observed", "process_new", "before_run", "boot_id"})
 
 
 @dataclass(slots=True)
@@ -131,7 +132,8 @@ class Progress:
     def _sample(self, record: Json) -> None:
         monitor = record.get("monitor")
         if "metric" in record:
-            if record["metric"] not in _QUIET:
+            told = monitor == "guard" and record["metric"] != "warn"  # by the journal, once it acts
+            if record["metric"] not in _QUIET and not told:
                 text = record.get("text") or ""
                 self.events.append((record["at"], f"{monitor}: {record['metric']} {text}".rstrip()))
             return

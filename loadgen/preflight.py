@@ -7,6 +7,7 @@ tells them; a class that is too long is shrunk or left out, aloud. Nothing here 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from loadgen.types import (
     Target,
     UserError,
 )
+from monitors import prometheus
 from workloads import calibrate
 
 Connect: TypeAlias = Callable[[Target, str], Client]
@@ -39,6 +41,11 @@ EDGE_TOKENS = 8
 FRAME_PROBES = 2
 # A class whose workload names no minimum is left out rather than shrunk below this.
 MIN_PROMPT_TOKENS = 64
+# Of the engine monitor's figures those that a server settles when it starts.
+STANDING = frozenset({
+    "kv_capacity_tokens", "kv_concurrency", "kv_blocks", "kv_block_tokens", "context_tokens", "batch_max_tokens",
+    "model_bytes", "kv_cache_bytes", "graph_bytes",
+})  # fmt: skip
 # Requests that run on the server before ours; names of vLLM, SGLang and llama.cpp.
 RUNNING = re.compile(
     r"^(?:vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing)(?:\{[^}]*\})? ([0-9.eE+]+)",
@@ -48,7 +55,8 @@ RUNNING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the server says of itself; None where it does not say. `simulated`: the scales of `loadgen sim`."""
+    """What the server says of itself; None where it does not say. `figures`: of its metrics page those that stay the
+    same (KV capacity, block size), by the engine monitor's names; `simulated`: the scales of `loadgen sim`."""
 
     engine: str | None = None
     version: str | None = None
@@ -61,6 +69,12 @@ class Facts:
     solo_ttft_ms: float | None = None
     modalities: tuple[str, ...] = ()
     foreign_requests: int | None = None
+    revision: str | None = None
+    quantization: str | None = None
+    dtype: str | None = None
+    parameters: int | None = None
+    chat_template_sha256: str | None = None
+    figures: dict[str, float] = field(default_factory=dict)
     simulated: dict[str, str] = field(default_factory=dict)
 
 
@@ -92,9 +106,9 @@ async def examine(
     the same model; classes fit the smallest context, and lengths are calibrated against the first.
     """
     first, *others = [replace(scene, target=target) for target in _each(scene.target)]
-    facts = await _ready(first, connect, wait_s, say)
+    facts = await ready(first, connect, wait_s, say)
     for other in others:
-        more = await _ready(replace(other, target=replace(other.target, model=facts.model)), connect, wait_s, say)
+        more = await ready(replace(other, target=replace(other.target, model=facts.model)), connect, wait_s, say)
         facts = _together(facts, more)
     first = replace(first, target=replace(first.target, model=facts.model))
     client = connect(first.target, facts.model or "")
@@ -135,8 +149,8 @@ def _together(first: Facts, other: Facts) -> Facts:
     )
 
 
-async def _ready(scene: Scenario, connect: Connect, wait_s: float, say: Callable[[str], None]) -> Facts:
-    """One server: what it is, and that it generates."""
+async def ready(scene: Scenario, connect: Connect, wait_s: float, say: Callable[[str], None]) -> Facts:
+    """One server: what it is, and that it generates. Raises as `examine` does."""
     client = connect(scene.target, scene.target.model or "")
     try:
         facts: Facts = await _until_ready(lambda: _identify(scene, client), wait_s, say)
@@ -174,7 +188,8 @@ async def _identify(scene: Scenario, client: Client) -> Facts:
     model, entry = _choose(scene, models)
     props = await _optional(client, "/props")
     version = await _optional(client, "/version")
-    running = RUNNING.findall(await _optional_text(client, "/metrics"))
+    page = await _optional_text(client, "/metrics")
+    running = RUNNING.findall(page)
     engine = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}.get(str(entry.get("owned_by")))
     context = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
     slots = None
@@ -183,16 +198,30 @@ async def _identify(scene: Scenario, client: Client) -> Facts:
         context = settings.get("n_ctx") or context  # of one slot: what one request may fill
         slots = props.get("total_slots")
     modalities = tuple(name for name, on in (props.get("modalities") or {}).items() if on)
+    info = await _optional(client, "/server_info") if engine == "SGLang" else {}
+    template = props.get("chat_template")
     return Facts(
         engine=engine,
-        version=_text(version.get("version")),
+        version=_text(version.get("version")) or _text(props.get("build_info")) or _text(info.get("version")),
         model=model,
         context_tokens=_whole(context),
         slots=_whole(slots),
         modalities=modalities,
         foreign_requests=round(sum(map(float, running))) if running else None,
+        revision=_text(info.get("revision")),
+        quantization=_text(info.get("quantization")) or _text(props.get("model_ftype")),
+        dtype=_text(info.get("dtype")),
+        parameters=_whole((entry.get("meta") or {}).get("n_params")),
+        chat_template_sha256=hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None,
+        figures=_figures(page),
         simulated={key: str(value) for key, value in (version.get("simulated") or {}).items()},
     )
+
+
+def _figures(page: str) -> dict[str, float]:
+    """What the server's metrics say that stays the same through a run."""
+    values, _ = plugins.load("monitors", "engine").normalised(prometheus.parse(page)) if page else ({}, {})
+    return {name: value for name, value in values.items() if name in STANDING}
 
 
 async def _models(scene: Scenario, client: Client) -> list[Json]:

@@ -1,9 +1,9 @@
 """One engine process: reads the run folder's scenario, wires client, dialect and recorder to the engine, runs it.
 
-Started by `supervise`, with which it shares nothing but the run folder; one of several is told on its standard input
-when phases begin (`gate`). SIGTERM stops it gracefully, a second one at once, as does the end of its standard input: an
-engine that nobody hears any more is worse than a lost one. SIGINT is ignored, since Ctrl-C reaches the supervisor, who
-decides.
+Started by `supervise`, with which it shares nothing but the run folder; it is told on its standard input what a guard
+wants and, one of several, when phases begin (`gate`). SIGTERM stops it gracefully, a second one at once, as does the
+end of its standard input: an engine that nobody hears any more is worse than a lost one. SIGINT is ignored, since
+Ctrl-C reaches the supervisor, who decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import uvloop
 from loadgen import child, clock, plugins, scenario, secrets
 from loadgen.client import Client
 from loadgen.engine import Engine, watch_health
-from loadgen.gate import MAX_LINE_BYTES, Gate
+from loadgen.gate import MAX_LINE_BYTES, Gate, parsed
 from loadgen.record import Recorder
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -43,17 +43,21 @@ def say(line: bytes) -> None:
         os.write(sys.stdout.fileno(), line)
 
 
-async def listen(gate: Gate, engine: Engine) -> None:
+async def listen(gate: Gate | None, engine: Engine) -> None:
     """Hands on what the supervisor says, until it is gone; then stops the engine at once."""
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
-        gate.hear(line)
+        said = parsed(line)
+        if "guard" in said:
+            engine.guard(said["guard"])
+        elif gate is not None:
+            gate.hear(line)
     engine.stop.press()
     engine.stop.press()
 
 
-async def run(folder: Path, shard: int, shards: int, gated: bool) -> int:
+async def run(folder: Path, shard: int, shards: int, gated: bool, heeds: bool) -> int:
     """0 when the phases ran to their end or were stopped by a signal; 70 (EX_SOFTWARE) when we broke."""
     scene = scenario.load(folder / "scenario.yaml")
     dialect = plugins.load("dialects", scene.target.dialect)
@@ -80,7 +84,7 @@ async def run(folder: Path, shard: int, shards: int, gated: bool) -> int:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, engine.stop.press)
     background = [asyncio.create_task(watch_health(engine, clock.cpu_ns, rss_bytes))]
-    if gate is not None:
+    if heeds:
         background.append(asyncio.create_task(listen(gate, engine)))
     gc.collect()
     gc.freeze()  # what was built by now lives to the end: a full collection must never walk it
@@ -103,10 +107,11 @@ def main() -> int:
     parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--gated", action="store_true", help="be told on standard input when phases begin")
+    parser.add_argument("--heeds", action="store_true", help="be told on standard input what a guard wants")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child.die_with_parent()
-    return uvloop.run(run(args.folder, args.shard, args.shards, args.gated))
+    return uvloop.run(run(args.folder, args.shard, args.shards, args.gated, args.gated or args.heeds))
 
 
 if __name__ == "__main__":

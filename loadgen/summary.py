@@ -54,7 +54,7 @@ HIGH_WATER = (
     ("engine", "kv_cache_usage_ratio"), ("client", "loop_lag_ms"), ("client", "cpu_percent"), ("client", "rss_bytes"),
 )  # fmt: skip
 # Happenings of our own bookkeeping, which say nothing of the server.
-NO_EVENT = frozenset({"observed", "before_run"})
+NO_EVENT = frozenset({"observed", "before_run", "boot_id", "baseline"})
 # What of environment.json may be passed on, and what of it never.
 FINGERPRINT = ("client", "server", "host")
 PRIVATE = frozenset({"arguments", "argv", "url", "hostname", "user", "path", "root", "key", "api_key", "token"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -24,25 +25,33 @@ import orjson
 
 from loadgen import child, clock, fingerprint, plugins, preflight, scenario, secrets, strict, verdict
 from loadgen.client import Client
-from loadgen.gate import Barrier, Crew, Exit, Shard, Start
+from loadgen.gate import Barrier, Crew, Exit, Shard, Start, guard_line, parsed
+from loadgen.guard import WORDS, Level, S, Word
 from loadgen.live import Progress
 from loadgen.record import Journal, write_json, write_text
 from loadgen.rules import on_this_host
-from loadgen.types import Json, Lane, Scenario, Target, UserError, Verdict
+from loadgen.types import Guards, Json, Lane, Scenario, Target, UserError, Verdict
 
+# What the fast lane is told when the load begins.
+ARM = b"load\n"
 LANES: tuple[Lane, ...] = ("fast", "gpu", "slow")
 # The monitors of a scenario that names none.
-DEFAULT_MONITORS = ("host", "process", "kernel", "nvidia", "engine")
+DEFAULT_MONITORS = ("host", "process", "cgroup", "kernel", "nvidia", "engine", "disk")
 # How often the view looks and children are polled.
 LOOK_S = 0.25
 # Monitors look at the idle machine this long before the first request: what is "normal" is read off here.
 IDLE_S = 2.0
+# Before a long run they look longer: the guard's floors are shares of what they see (notes on monitors: 60 s).
+LONG_RUN_S, LONG_IDLE_S = 600.0, 60.0
 # After the second signal everything is gone within this.
 HURRY_S = 2.0
 # Lanes flush and leave within this.
 LANE_END_S = 3.0
 # A run folder is not begun on a disk with less free space than this: an hour of a busy soak takes a few MB.
 MIN_FREE_BYTES = 64 << 20
+# What the default monitors write on a calm machine (`make bench-monitors`); said before a run of LONG_S or more.
+SAMPLE_BYTES_PER_S = 4_800
+LONG_S = 3600.0
 # Between the last READY and the start of a phase: two looks of a shard at its pipe on a busy box.
 LEAD_S = 0.5
 # A shard that has not said READY by then (imports take 1 s on an idle core) will not.
@@ -77,15 +86,17 @@ class _LocalShard:
     def __init__(self, number: int, process: subprocess.Popen[bytes], stderr: Path) -> None:
         self.number, self.process, self.stderr = number, process, stderr
         self.about: Json = {"pid": process.pid}
-        self.talk = child.Talk(process) if process.stdin is not None else None
+        self.talk = child.Talk(process)
         self.why: str | None = None
 
     def heard(self) -> list[bytes]:
-        return self.talk.heard() if self.talk is not None else []
+        return self.talk.heard()
 
     def begin(self, start: Start) -> None:
-        assert self.talk is not None
         self.talk.tell(start.line())
+
+    def guard(self, word: Word) -> None:
+        self.talk.tell(guard_line(word))
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -113,17 +124,16 @@ class _Processes:
         env = {secrets.HANDED_ON: orjson.dumps(headers).decode()}
         for number in range(shards):
             args = [str(folder), "--shard", str(number), "--shards", str(shards)]
-            args += ["--gated"] if shards > 1 else []
+            args += ["--gated"] if shards > 1 else ["--heeds"]
             stderr = folder / f"stderr-shard-{number}.txt"
-            process = child.spawn("loadgen.shard", args, stderr, env, talks=shards > 1)
+            process = child.spawn("loadgen.shard", args, stderr, env, talks=True)
             self.shards.append(_LocalShard(number, process, stderr))
         return self.shards
 
     def end(self, wait_s: float) -> None:
         child.end([shard.process for shard in self.shards], wait_s)
         for shard in self.shards:
-            if shard.talk is not None:
-                shard.talk.close()
+            shard.talk.close()
 
 
 @dataclass(slots=True)
@@ -134,6 +144,77 @@ class _Signals:
 
     def note(self, number: int, _frame: object) -> None:
         self.came.append(number)
+
+
+class _Guard:
+    """The supervisor's end of the guard: hears its levels from the fast lane, passes them on to the shards."""
+
+    def __init__(self, options: Guards, lane: subprocess.Popen[bytes], journal: Journal, view: View) -> None:
+        self.options, self.journal, self.view = options, journal, view
+        self.talk = child.Talk(lane)
+        self.pipe = lane.stdout
+        self.held_ns: int | None = None
+        self.ended = False
+        self.stopping: subprocess.Popen[bytes] | None = None
+
+    def arm(self) -> None:
+        """The load begins: what memory was until now is its baseline."""
+        self.talk.tell(ARM)
+
+    def wait(self, seconds: float) -> None:
+        """Until the next look, or until the lane says something."""
+        if self.pipe is None:
+            time.sleep(seconds)
+        else:
+            select.select([self.pipe], [], [], seconds)
+
+    def attend(self, shards: Sequence[Shard]) -> None:
+        """Does what the guard said since the last call, and ends a hold that lasts too long."""
+        for line in self.talk.heard():
+            said = parsed(line)
+            if said.get("guard") in WORDS and not self.ended:
+                self._enter(said["guard"], str(said.get("why", "")), said, shards)
+        if self.held_ns is not None and not self.ended and clock.now_ns() - self.held_ns > self.options.hold_most * S:
+            self._end(f"memory did not come back within {self.options.hold_most:g} s", shards)
+
+    def close(self) -> None:
+        self.talk.close()
+        if self.stopping is not None:
+            self.journal.event("guard_stop_command", pid=self.stopping.pid, rc=self.stopping.poll())
+
+    def _enter(self, level: Level, why: str, said: Json, shards: Sequence[Shard]) -> None:
+        word = WORDS[level]
+        if word == "release" and self.held_ns is None:
+            return
+        # `guard` in the journal is what the verdict knows: it touched the load
+        self.journal.event("guard", level=level, word=word, why=why, at_ns=said.get("at_ns"), synced=said.get("synced"))
+        for shard in shards:
+            shard.guard(word)
+        self.view.say({"hold": "guard: no more requests, ", "release": "guard: on again, "}.get(word, "guard: ") + why)
+        self.held_ns = None if word == "release" else self.held_ns or clock.now_ns()
+        if word == "abort":
+            self.ended = True
+            self._stop_server()
+
+    def _end(self, why: str, shards: Sequence[Shard]) -> None:
+        self.ended = True
+        self.journal.event("guard", level="stop", word="end", why=why)
+        self.view.say(f"guard: {why}, the run ends")
+        for shard in shards:
+            shard.stop()
+
+    def _stop_server(self) -> None:
+        """The user's own command, once, and only where one was given."""
+        if not self.options.stop_command:
+            return
+        try:
+            self.stopping = subprocess.Popen(
+                self.options.stop_command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            self.journal.event("guard_stop_command", command=self.options.stop_command, pid=self.stopping.pid)
+        except OSError as error:
+            self.journal.event("guard_stop_command", command=self.options.stop_command, text=str(error))
 
 
 def run(scene: Scenario, plan: Plan, view: View) -> tuple[Path, Verdict]:
@@ -179,7 +260,15 @@ def _run(scene: Scenario, plan: Plan, headers: dict[str, str], shards: int, crew
     scene = replace(scene, salt=scene.salt or os.urandom(4).hex())
     if not scene.monitors:
         scene = replace(scene, monitors={name: {} for name in DEFAULT_MONITORS})
-    folder = make_folder(plan.out, scene.name)
+    _ask_monitors(scene, plan)
+    planned_s = sum(phase.duration or 0 for phase in scene.phases)
+    folder = make_folder(plan.out, scene.name, planned_s)
+    if planned_s >= LONG_S:
+        size = f"{planned_s * SAMPLE_BYTES_PER_S / 1e6:.0f} MB for these {planned_s / 3600:.1f} h"
+        view.say(
+            f"samples take about {size} ({86_400 * SAMPLE_BYTES_PER_S / 1e6:.0f} MB a day), each request 1 KB more"
+        )
+    gathered = fingerprint.begin(scene.target.url, scene.monitors, plan.monitor_root, headers)
     try:
         facts = asyncio.run(_preflight(scene, headers, plan, view))
     except BaseException:
@@ -187,7 +276,7 @@ def _run(scene: Scenario, plan: Plan, headers: dict[str, str], shards: int, crew
         raise
     scene = facts.scenario
     write_text(folder, "scenario.yaml", scenario.dump(scene))
-    write_json(folder, "environment.json", fingerprint.environment(facts.facts, plan.argv))
+    write_json(folder, "environment.json", fingerprint.environment(facts.facts, plan.argv, gathered))
     journal = Journal(folder, "supervise")
     try:
         _tell(facts, shards, journal, view)
@@ -200,8 +289,8 @@ def _run(scene: Scenario, plan: Plan, headers: dict[str, str], shards: int, crew
     return folder
 
 
-def make_folder(out: Path, name: str) -> Path:
-    """A new folder for a run. Raises UserError where it cannot be written."""
+def make_folder(out: Path, name: str, planned_s: float = 0.0) -> Path:
+    """A new folder for a run of so many seconds. Raises UserError where it cannot be written, or would not fit."""
     folder = out / f"{clock.utc_stamp()}-{name}"
     try:
         number = 1
@@ -212,10 +301,23 @@ def make_folder(out: Path, name: str) -> Path:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise UserError(f"--out {out}: no run folder can be made there ({error.strerror})") from None
-    if free < MIN_FREE_BYTES:
+    needed = MIN_FREE_BYTES + round(planned_s * SAMPLE_BYTES_PER_S)
+    if free < needed:
         folder.rmdir()
-        raise UserError(f"--out {out}: only {free >> 20} MiB are free there; a run needs {MIN_FREE_BYTES >> 20} MiB")
+        raise UserError(f"--out {out}: only {free >> 20} MiB are free there; this run needs {needed >> 20} MiB")
     return folder
+
+
+def _ask_monitors(scene: Scenario, plan: Plan) -> None:
+    """Some monitors know that a load would be in vain (a container that never started). Raises UserError."""
+    shared = {"root": plan.monitor_root, "target_url": scene.target.url}
+    for name, given in scene.monitors.items():
+        module = plugins.load("monitors", name)
+        if hasattr(module, "preflight"):
+            known = {key: value for key, value in shared.items() if key in module.Options.__dataclass_fields__}
+            why = asyncio.run(module.preflight(module.Options(**{**known, **(given or {})})))
+            if why is not None:
+                raise UserError(f"monitors: {name}: {why}")
 
 
 async def _preflight(scene: Scenario, headers: dict[str, str], plan: Plan, view: View) -> preflight.Preflight:
@@ -284,16 +386,21 @@ def _attend(
     for lane, process in lanes.items():
         journal.event("lane_start", lane=lane, pid=process.pid)
     exits: dict[int, Exit] = {}
+    guard = _Guard(scene.guards, lanes["fast"], journal, view) if _is_guarded(scene) else None
     try:
-        _look_for(IDLE_S, progress, view, signals)
+        _look_for(_idle_s(scene), progress, view, signals)
+        if guard is not None:
+            guard.arm()
         shards = crew.start(folder, count, headers) if not signals.came else []
         for shard in shards:
             journal.event("shard_start", shard=shard.number, **shard.about)
         labels = [phase.label for phase in scene.phases]
-        exits = _watch(shards, lanes, labels, crew.lead_s, progress, journal, view, signals)
+        exits = _watch(shards, lanes, labels, crew.lead_s, progress, journal, view, signals, guard)
     finally:
         crew.end(HURRY_S)
         child.end(list(lanes.values()), LANE_END_S)
+        if guard is not None:
+            guard.close()
     for lane, process in lanes.items():
         if process.returncode not in (0, -signal.SIGTERM):
             journal.event(
@@ -301,7 +408,23 @@ def _attend(
             )
     if signals.came:
         return "signal"
+    if guard is not None and guard.ended:
+        return "guard"
     return "done" if all(found.rc == 0 for found in exits.values()) else "broken"
+
+
+def _is_guarded(scene: Scenario) -> bool:
+    """A guard watches the host on which the server runs, or none."""
+    urls = scene.target.urls or (scene.target.url,)
+    return scene.guards.enabled and "host" in scene.monitors and any(map(on_this_host, urls))
+
+
+def _idle_s(scene: Scenario) -> float:
+    """How long the monitors look at the idle server before the load."""
+    if scene.guards.baseline is not None:
+        return scene.guards.baseline
+    planned = sum(phase.duration or 0.0 for phase in scene.phases if phase.kind == "measure")
+    return LONG_IDLE_S if planned >= LONG_RUN_S else IDLE_S
 
 
 def _start_lane(
@@ -313,10 +436,14 @@ def _start_lane(
         "target_url": scene.target.url,
         "headers_env": secrets.HANDED_ON,
         "parent_pid": os.getpid(),
+        "harden": scene.harden,
     }
+    guarded = lane == "fast" and _is_guarded(scene)
+    if guarded:
+        config["guards"] = strict.plain(scene.guards)
     env = {secrets.HANDED_ON: orjson.dumps(headers).decode()} if lane == "slow" else {}
     args = [lane, str(folder), orjson.dumps(config).decode()]
-    return child.spawn("monitors.lane", args, folder / f"stderr-{lane}.txt", env)
+    return child.spawn("monitors.lane", args, folder / f"stderr-{lane}.txt", env, talks=guarded)
 
 
 def _look_for(seconds: float, progress: Progress, view: View, signals: _Signals) -> None:
@@ -336,6 +463,7 @@ def _watch(
     journal: Journal,
     view: View,
     signals: _Signals,
+    guard: _Guard | None = None,
 ) -> dict[int, Exit]:
     """Until every shard is over: look, show, start phases, pass signals on; how each ended. After a second signal, at
     most HURRY_S longer."""
@@ -346,6 +474,8 @@ def _watch(
     barrier = Barrier({shard.number for shard in shards})
     ready_ns: int | None = clock.now_ns() + round(READY_S * 1e9) if len(shards) > 1 else None
     while len(exits) < len(shards):
+        if guard is not None:
+            guard.attend([shard for shard in shards if shard.number not in exits])
         progress.look()
         view.show(progress)
         for shard in shards:
@@ -382,7 +512,10 @@ def _watch(
                 told.add(lane)
                 text = child.last_words(progress.folder / f"stderr-{lane}.txt")
                 journal.event("lane_exit", lane=lane, rc=process.returncode, text=text)
-        time.sleep(LOOK_S)
+        if guard is not None and "fast" not in told:
+            guard.wait(LOOK_S)
+        else:
+            time.sleep(LOOK_S)
     for number in signals.came[passed:]:
         journal.event("signal", name=signal.Signals(number).name)
     progress.look()

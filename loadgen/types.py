@@ -140,6 +140,43 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Guards:
+    """When the load stops lest the server's host dies of it; see `loadgen.guard`. B is MemAvailable of the idle server.
+
+    Warn below max(`warn_gib`, `warn_share` of B); issue nothing more below max(`stop_gib`, `stop_share` of B) for
+    `stop_for`, or when the slope over `slope_over` leads to `reach_gib` within `reach_within`; cut our own requests
+    when that lasts `abort_after` more and a second sign stands beside it: a driver that refuses memory, tasks stalled
+    on memory `psi_full_percent` of `psi_over`, or `swap_out_pages_per_s`. `most` bounds the three floors (warn, stop,
+    reach) by shares of B. Issuing is released after `release_after` above the warning line; a hold of `hold_most` ends
+    the run. `baseline` is how long the idle server is watched for B (None: 60 s before 10 minutes of measuring or
+    more, else 2 s). `stop_command` stops the server when requests were cut: run once, and only where it is given.
+    A server that came back `loop_restarts` times within `loop_within` is asked nothing more either: a crash loop.
+    Numbers from notes on guards in the field: 3 to 6 GiB of 121.7 in use, and healthy servers at 1.5.
+    """
+
+    enabled: bool = True
+    warn_gib: float = 4.0
+    warn_share: float = 0.35
+    stop_gib: float = 2.5
+    stop_share: float = 0.2
+    stop_for: Seconds = Seconds(0.5)
+    reach_gib: float = 1.5
+    reach_within: Seconds = Seconds(2)
+    slope_over: Seconds = Seconds(2)
+    abort_after: Seconds = Seconds(2)
+    psi_full_percent: float = 10.0
+    psi_over: Seconds = Seconds(2)
+    swap_out_pages_per_s: float = 2000.0
+    most: tuple[float, float, float] = (0.7, 0.5, 0.3)
+    release_after: Seconds = Seconds(10)
+    hold_most: Seconds = Seconds(60)
+    baseline: Seconds | None = None
+    loop_restarts: int = 2
+    loop_within: Seconds = Seconds(600)
+    stop_command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """What preflight learnt of the server and the workloads need to know."""
 
@@ -153,7 +190,8 @@ class Calibration:
 class Scenario:
     """What to do, whole. `rules` and `monitors` map a plug-in's name to its options; every rule runs unless it
     stands in `skip_rules`; `require` names those without whose answer the run is INCONCLUSIVE. `salt` None
-    is drawn at the start of a run and stands in the run folder's copy, which therefore replays byte for byte."""
+    is drawn at the start of a run and stands in the run folder's copy, which therefore replays byte for byte. `harden`:
+    the monitors' lanes guard themselves against the OOM killer, swap and starvation, as far as they are allowed."""
 
     name: str
     about: str = ""
@@ -169,6 +207,8 @@ class Scenario:
     skip_rules: tuple[str, ...] = ()
     require: tuple[str, ...] = ()
     slo: tuple[str, ...] = ()
+    guards: Guards = Guards()
+    harden: bool = True
     calibration: Calibration | None = None
 
 

@@ -4,12 +4,17 @@ The log still holds everything since boot, so what is there when the run starts 
 no event of the run. Lines that user space wrote (facility other than 0) are ignored: any root process could fake a
 verdict. Follow-up lines of one event are attached to it, not counted: a lost GPU logs three or four, a kill up to 86.
 
+User-space killers (earlyoom, systemd-oomd, nohang) leave no line in the kernel's log, so where the machine keeps a
+systemd journal it is followed for them; where /dev/kmsg may not be read, for the kernel's lines as well. Its records
+are taken as JSON: other formats carry dates in the system's language.
+
 Where `root` is a simulated machine, its `dev/kmsg` is a regular file and is followed like one. Lines of that file may
 be records as the kernel gives them, journal records (JSON) or text; text whose date cannot be read has time "unknown".
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +22,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGKILL
 from typing import Literal
 
 from loadgen import clock
@@ -32,6 +38,15 @@ FOLLOW_UP_US = 300_000_000  # lines on the same device within 5 minutes belong t
 PENDING_US = 10_000_000  # what was said before a kill is its detail for 10 s: the kill follows within milliseconds
 MAX_DEVICES = 64
 RECENT_NS = 1_000_000_000  # a record's own time is trusted within 1 s: kernel log time drifts from the monotonic clock
+
+JOURNALS = ("run/log/journal", "var/log/journal")  # where journald keeps one, in memory or on disk
+KILLER_UNITS = ("earlyoom.service", "systemd-oomd.service", "nohang.service", "nohang-desktop.service")
+PIPE_BYTES = 1 << 16  # a read; Linux gives a pipe that much
+MAX_JOURNAL_LINE = 1 << 18  # the journal's fields are not bounded; a line of the kernel is below 2 KB
+MAX_JOURNAL_READS = 16  # a tick: 1 MB, a thousand records; the rest waits in the pipe
+RETRY_NS = 30_000_000_000  # a journal that ended (journald restarted) is followed again, from where it stood
+MAX_ENDS = 5  # then it is given up, and said so
+QUIET_NS = 3_000_000_000  # a journal that may be read shows lines of this boot at once; silence for 3 s says it may not
 
 Severity = Literal["fail", "high", "warn", "info"]
 
@@ -185,8 +200,14 @@ USER_SIGNALS: tuple[Signal, ...] = (
         "fail",
         "earlyoom killed a process",
     ),
+    _signal(
+        "userspace_oom_kill",
+        r"[Ss]ending SIG(?:TERM|KILL) to the victim",
+        "fail",
+        "nohang killed a process; the lines before it say which",
+    ),
 )
-USERSPACE_KILLERS = frozenset({"systemd-oomd", "earlyoom"})
+USERSPACE_KILLERS = frozenset({"systemd-oomd", "earlyoom", "nohang", "nohang-desktop"})
 
 # Xid codes by what they say about whose fault it is, after NVIDIA's catalogue; unknown codes are warnings.
 XIDS: dict[int, tuple[str, Severity]] = {
@@ -214,6 +235,10 @@ _PCI = re.compile(r"\b(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\b", re.IGNORECA
 _KMSG = re.compile(r"^(?P<prio>\d+),(?P<seq>\d+),(?P<us>\d+),[^;]*;(?P<text>.*)$", re.DOTALL)
 _KERNEL_TEXT = re.compile(r"(?:^|\s)kernel: (?:\[ *\d+\.\d+\] )?(?P<text>.*)$")
 
+KILLERS_UNSEEN = (
+    "user-space killers are not observed: this user may not read their journal; to allow it: "
+    "sudo usermod -aG systemd-journal USER"
+)
 HOW_TO_ALLOW = {
     "EPERM": "sudo sysctl -w kernel.dmesg_restrict=0",
     "EACCES": "sudo chmod a+r /dev/kmsg",
@@ -223,11 +248,13 @@ HOW_TO_ALLOW = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`any_facility` also believes lines that user space wrote: for tests that inject them."""
+    """`any_facility` also believes lines that user space wrote: for tests that inject them. `journalctl` is the program
+    that reads the systemd journal; empty: do not follow it."""
 
     root: str = "/"
     period_s: Seconds = Seconds(0.1)
     any_facility: bool = False
+    journalctl: str = "journalctl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,34 +498,168 @@ def _read_file(follower: Follower) -> list[Record]:
     return records
 
 
+@dataclass(slots=True)
+class Journal:
+    """`journalctl` following the journal, and where we stand in it. `pid` 0: it does not run."""
+
+    program: str
+    folder: str  # "" on this machine itself: where a simulated one keeps its journal
+    with_kernel: bool
+    began_us: int
+    pid: int = 0
+    out: int = -1
+    err: int = -1
+    torn: bytes = b""
+    said: bytes = b""
+    cursor: str = ""
+    ends: int = 0
+    due_ns: int = 0
+
+
+def journal_of(options: Options, with_kernel: bool, now_ns: int) -> Journal | str:
+    """A journal to follow, or why there is none."""
+    if not options.journalctl:
+        return "the journal is not followed"
+    kept = [path for name in JOURNALS if (path := Path(options.root) / name).is_dir()]
+    if not kept:
+        return "this machine keeps no systemd journal"
+    places = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    found = [Path(place, options.journalctl) for place in places]  # an absolute program stays as it is
+    program = next((path for path in found if os.access(path, os.X_OK)), None)
+    if program is None:
+        return f"{options.journalctl} is not installed"
+    folder = "" if options.root == "/" else str(kept[0])
+    return Journal(str(program), folder, with_kernel, now_ns // 1000)
+
+
+def start(journal: Journal) -> None:
+    """Run journalctl with pipes of ours. No subprocess module: it would cost the fast lane a megabyte."""
+    # From the beginning of this boot where the kernel's lines are wanted, to know what was there before the run;
+    # killers from now on. After an end, from where we stood.
+    where = [f"--directory={journal.folder}"] if journal.folder else ["--boot"]
+    if journal.cursor:
+        where.append(f"--after-cursor={journal.cursor}")
+    lines = "all" if journal.with_kernel or journal.cursor else "0"
+    command = [journal.program, "--follow", "--output=json", "--no-pager", f"--lines={lines}", *where]
+    # fields that begin with _ are written by journald itself: no program can pretend to be another's unit
+    wanted = [["_TRANSPORT=kernel"]] if journal.with_kernel else []
+    wanted += [["_PID=1"], [f"_SYSTEMD_UNIT={unit}" for unit in KILLER_UNITS]]
+    command += [word for match in wanted for word in ("+", *match)][1:]
+    out, child_out = os.pipe()
+    err, child_err = os.pipe()
+    try:
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, child_out, 1),
+            (os.POSIX_SPAWN_DUP2, child_err, 2),
+        ]
+        journal.pid = os.posix_spawn(journal.program, command, os.environ, file_actions=actions)
+    except OSError as error:
+        os.close(out)
+        os.close(err)
+        journal.said = (error.strerror or "cannot be started").encode()
+        return
+    finally:
+        os.close(child_out)
+        os.close(child_err)
+    os.set_blocking(out, False)
+    os.set_blocking(err, False)
+    journal.out, journal.err, journal.torn, journal.said = out, err, b"", b""
+
+
+def stop(journal: Journal) -> None:
+    """End journalctl: it only reads, so that nothing is lost by killing it."""
+    if not journal.pid:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(journal.pid, SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(journal.pid, 0)
+    os.close(journal.out)
+    os.close(journal.err)
+    journal.pid, journal.out, journal.err = 0, -1, -1
+
+
+def read_journal(journal: Journal) -> tuple[list[Record], bool]:
+    """What is new, and whether journalctl still runs."""
+    said, _ = _pipe(journal.err)
+    journal.said = (journal.said + said)[-1000:]
+    data, open_ = _pipe(journal.out)
+    *lines, torn = (journal.torn + data).split(b"\n")
+    journal.torn = torn[-MAX_JOURNAL_LINE:]
+    records: list[Record] = []
+    for line in lines:
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict):
+            journal.cursor = str(fields.get("__CURSOR", journal.cursor))
+            record = from_journal(fields)
+            if record is not None:
+                records.append(record)
+    return records, open_
+
+
+def _pipe(fd: int) -> tuple[bytes, bool]:
+    """What stands in a pipe, and whether anybody may still write into it."""
+    out = b""
+    for _ in range(MAX_JOURNAL_READS):
+        try:
+            data = os.read(fd, PIPE_BYTES)
+        except BlockingIOError:
+            return out, True
+        if not data:
+            return out, False
+        out += data
+    return out, True
+
+
 def watch(options: Options) -> Iterator[list[Sample]]:
     """Events of the run as happenings, with counts of records and of those that were lost."""
     path = Path(options.root) / "dev/kmsg"
+    follower: Follower | None = None
+    refusal: OSError | None = None
+    earlier: dict[str, int] = {}
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        yield [not_observed(path, error)]
-        return
-    try:
+        refusal = error
+    else:
         follower = Follower(fd, stat.S_ISREG(os.fstat(fd).st_mode))
-        memory = Memory()
         try:
             earlier = drain(follower, options.any_facility)
+            follower.lost = 0
         except OSError as error:  # opening may be allowed and reading not
-            yield [not_observed(path, error)]
-            return
-        now = clock.now_ns()
-        out = [Sample("kernel", "observed", 1.0, now, text="")]
-        out += [Sample("kernel", "before_run", float(n), now, {"event": name}) for name, n in sorted(earlier.items())]
-        follower.lost = 0
+            os.close(fd)
+            follower, refusal = None, error
+    now = clock.now_ns()
+    journal = journal_of(options, refusal is not None, now)
+    if refusal is not None and isinstance(journal, str):
+        yield [not_observed(path, refusal, journal)]
+        return
+    side = Side(journal, path, refusal)
+    try:
+        memory = Memory()
+        out: list[Sample] = []
+        if follower is not None:
+            without = f"user-space killers are not observed: {journal}" if isinstance(journal, str) else ""
+            out.append(Sample("kernel", "observed", 1.0, now, text=without))
+            out += before(earlier, now)
+        out += side.begin(now)
         total = lost = 0
         while True:
             yield out
-            records = read(follower)
+            if side.over and follower is None:
+                return
             now = clock.now_ns()
-            total += len(records)
-            out = samples(events(records, memory, options.any_facility), now)
-            if follower.lost:
+            told, out = side.tick(now)
+            records = read(follower) if follower is not None else []
+            happened = events(records, memory, options.any_facility)
+            happened += events(told, side.memory)
+            total += len(records) + len(told)
+            out += samples(happened, clock.now_ns())
+            if follower is not None and follower.lost:
                 lost += follower.lost
                 text = f"{follower.lost} kernel messages were overwritten before they could be read"
                 out.append(Sample("kernel", "messages_lost", float(follower.lost), now, text=text))
@@ -506,7 +667,90 @@ def watch(options: Options) -> Iterator[list[Sample]]:
             out.append(Sample("kernel", "records_total", float(total), now))
             out.append(Sample("kernel", "lost_total", float(lost), now))
     finally:
-        os.close(fd)
+        side.end()
+        if follower is not None:
+            os.close(follower.fd)
+
+
+class Side:
+    """The journal beside the kernel's own log, or in its place."""
+
+    def __init__(self, journal: Journal | str, path: Path, refusal: OSError | None) -> None:
+        self.journal = journal if isinstance(journal, Journal) else None
+        self.memory = Memory()
+        self.over = self.journal is None
+        self._path, self._refusal = path, refusal
+        self._seen = self._told_quiet = self._told_limit = False
+        self._began_ns = 0
+
+    def begin(self, now_ns: int) -> list[Sample]:
+        if self.journal is None:
+            return []
+        start(self.journal)
+        self._began_ns = now_ns
+        if self._refusal is None:
+            return []
+        return [not_observed(self._path, self._refusal, "the journal has shown nothing yet")]
+
+    def tick(self, now_ns: int) -> tuple[list[Record], list[Sample]]:
+        """Records of the run, and what there is to say of the journal itself."""
+        journal = self.journal
+        if journal is None or self.over:
+            return [], []
+        if not journal.pid:
+            if now_ns < journal.due_ns:
+                return [], []
+            start(journal)
+        if not journal.pid:
+            return [], self._ended(journal, now_ns)
+        records, open_ = read_journal(journal)
+        out: list[Sample] = []
+        if records and not self._seen:
+            self._seen = True
+            if self._refusal is not None:
+                text = f"by the systemd journal; {_why(self._path, self._refusal)}"
+                out.append(Sample("kernel", "observed", 1.0, now_ns, text=text))
+        if self._refusal is not None and not (self._seen or self._told_quiet) and now_ns - self._began_ns > QUIET_NS:
+            self._told_quiet = True
+            said = " ".join(journal.said.decode("utf-8", "replace").split())[-200:]
+            out.append(
+                not_observed(self._path, self._refusal, f"the journal shows nothing{': ' + said if said else ''}")
+            )
+        if self._refusal is None and b"not seeing messages" in journal.said and not self._told_limit:
+            self._told_limit = True  # journalctl's hint: a user outside the groups sees his own messages only
+            out.append(Sample("kernel", "killers_unseen", 1.0, now_ns, {"severity": "info"}, KILLERS_UNSEEN))
+        # what the journal held before the run is history, as in the kernel's own log
+        new = [r for r in records if r.us is None or r.us >= journal.began_us]
+        old = events([r for r in records if r.us is not None and r.us < journal.began_us], Memory())
+        counts: dict[str, int] = {}
+        for event in old:
+            counts[event.name] = counts.get(event.name, 0) + 1
+        out += before(counts, now_ns)
+        if not open_:
+            out += self._ended(journal, now_ns)
+        return new, out
+
+    def _ended(self, journal: Journal, now_ns: int) -> list[Sample]:
+        """journalctl is gone: again in a while, or never."""
+        said = " ".join(journal.said.decode("utf-8", "replace").split())[-200:]
+        stop(journal)
+        journal.ends += 1
+        journal.due_ns = now_ns + RETRY_NS
+        final = journal.ends >= MAX_ENDS or (not self._seen and self._refusal is not None)
+        self.over = final
+        why = f"journalctl ended{': ' + said if said else ''}" + ("" if final else "; it is started again in 30 s")
+        if self._refusal is not None and final:
+            return [not_observed(self._path, self._refusal, why)]
+        return [Sample("kernel", "journal_ended", 1.0, now_ns, {"severity": "info"}, why)]
+
+    def end(self) -> None:
+        if self.journal is not None:
+            stop(self.journal)
+
+
+def before(counts: dict[str, int], now_ns: int) -> list[Sample]:
+    """What the log held when the run began."""
+    return [Sample("kernel", "before_run", float(n), now_ns, {"event": name}) for name, n in sorted(counts.items())]
 
 
 def drain(follower: Follower, any_facility: bool) -> dict[str, int]:
@@ -543,9 +787,16 @@ def samples(happened: list[Event], now_ns: int) -> list[Sample]:
     return out
 
 
-def not_observed(path: Path, error: OSError) -> Sample:
-    """The reason, and the one command that would allow it."""
-    code = {1: "EPERM", 13: "EACCES", 2: "ENOENT"}.get(error.errno or 0, str(error.errno))
-    how = HOW_TO_ALLOW.get(code)
-    text = f"{path}: {code} ({error.strerror})" + (f"; to allow it: {how}" if how else "")
+def not_observed(path: Path, error: OSError, journal: str = "") -> Sample:
+    """The reason, what the journal could not do either, and the one command that would allow it."""
+    how = HOW_TO_ALLOW.get(_code(error))
+    text = _why(path, error) + (f"; {journal}" if journal else "") + (f"; to allow it: {how}" if how else "")
     return Sample("kernel", "observed", 0.0, clock.now_ns(), text=text)
+
+
+def _code(error: OSError) -> str:
+    return {1: "EPERM", 13: "EACCES", 2: "ENOENT"}.get(error.errno or 0, str(error.errno))
+
+
+def _why(path: Path, error: OSError) -> str:
+    return f"{path}: {_code(error)} ({error.strerror})"

@@ -6,6 +6,10 @@ It starts every monitor of its lane, asks each for samples when its next tick is
 minutes, *slow* waits for other people's HTTP. A monitor that raises is named in the samples, tried again a bounded
 number of times, then switched off; its neighbours never notice.
 
+The fast lane carries the guard (`loadgen.guard`) where CONFIG_JSON has `guards`: its standard input says `load` when
+the load begins, its standard output says a line of JSON for each level that the load must heed, after the reason was
+written and synced.
+
 CONFIG_JSON is `{"monitors": {"host": {...options}}, "root": "/", "target_url": "http://…", "headers_env": "NAME"}`.
 Every key besides `monitors` is offered to each monitor whose Options has a field of that name. Secrets stay out of it:
 `headers_env` names the environment variable that holds the request headers as a JSON object.
@@ -22,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +37,9 @@ from loadgen.types import Json, Lane, Sample
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from loadgen.guard import Guard
+    from loadgen.journal import SampleWriter
+
 LANES: tuple[Lane, ...] = ("fast", "gpu", "slow")
 
 RETRY_NS = 5_000_000_000  # a monitor that raised is started again after 5 s: what it reads may come back
@@ -41,6 +49,11 @@ MIN_PERIOD_S = 0.05  # 20 Hz: at 100 Hz the sampler itself takes 8.5 % of a core
 MAX_NAP_S = 0.2  # how long a stop signal or the parent's death may go unnoticed
 SLOW_TICK_LIMIT_S = 10.0  # a slow-lane monitor that takes longer hangs; each has shorter limits of its own
 CLOSE_LIMIT_S = 1.0  # what a slow-lane monitor may take to clean up
+
+# A guard's reason is on the disk before it acts; but a disk that hangs, as it does on a dying host, holds up no guard.
+REASON_SYNC_S = 0.2
+HEAR_BYTES = 4096
+CLOCK_EVERY_NS = 1_000_000_000
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -244,6 +257,84 @@ async def run_tasks(watched: list[Watched], write: Callable[[list[Sample]], None
             print(f"{task.get_name()}: {one_line(result)}", file=sys.stderr)
 
 
+def guarded(
+    writer: SampleWriter,
+    guard: Guard,
+    heard: Callable[[], bytes],
+    say: Callable[[bytes], object],
+    now_ns: Callable[[], int] = clock.now_ns,
+) -> Callable[[list[Sample]], None]:
+    """A `write` for the fast lane that lets the guard see every tick. A reason is written and synced before it is
+    said; near a guard every reading is kept."""
+
+    def write(samples: list[Sample]) -> None:
+        if heard() and (baseline := guard.arm(now_ns())) is not None:
+            writer.write([baseline])
+        decision = guard.look(samples)
+        writer.near_guard(guard.level != "calm")
+        writer.write(samples)
+        if decision is not None:
+            writer.write([decision.sample()])
+            if decision.level == "warn":  # it asks nothing of anybody
+                writer.sync_soon()
+                return
+            synced = writer.sync_soon(REASON_SYNC_S)
+            fields = {"guard": decision.level, "at_ns": decision.at_ns, "why": decision.why, "synced": synced}
+            say(json.dumps(fields).encode() + b"\n")
+
+    return write
+
+
+def timed(
+    write: Callable[[list[Sample]], None],
+    lane: Lane,
+    root: Path,
+    reading: Callable[[Path], dict[str, int | str | None]] = clock.reading,
+    now_ns: Callable[[], int] = clock.now_ns,
+) -> Callable[[list[Sample]], None]:
+    """A `write` that notes all clocks with the samples, once a second: how far the wall's and the boot's clock ran away
+    from MONOTONIC since the lane began, and each new boot id. So starvation, sleep, a clock that was set and a reboot
+    can be told apart (`clock.between`). Small numbers that stand still: what changes from line to line fills a disk."""
+    first: dict[str, int] = {}
+    labels: dict[str, str] = {"lane": lane}
+    due_ns = 0
+    boot_id: object = None
+
+    def noted(samples: list[Sample]) -> None:
+        nonlocal due_ns, boot_id
+        now = now_ns()
+        if now >= due_ns:
+            due_ns = now + CLOCK_EVERY_NS
+            read = reading(root)
+            at = int(read["mono_ns"] or now)
+            if isinstance(read["boot_id"], str) and read["boot_id"] != boot_id:
+                boot_id = read["boot_id"]
+                samples = [*samples, Sample("clock", "boot_id", 1.0, at, labels, read["boot_id"])]
+            for metric, name in (("wall_ahead_ms", "wall_ns"), ("suspended_ms", "boottime_ns")):
+                if (value := read[name]) is not None:
+                    ahead_ns = int(value) - at
+                    # tenths: less is the time between the readings
+                    ms = round((ahead_ns - first.setdefault(metric, ahead_ns)) / 1e6, 1)
+                    samples = [*samples, Sample("clock", metric, ms, at, labels)]
+        write(samples)
+
+    return noted
+
+
+def hear() -> bytes:
+    """What the supervisor said since the last call; never waits."""
+    try:
+        return os.read(0, HEAR_BYTES)
+    except OSError:  # nothing there
+        return b""
+
+
+def say(line: bytes) -> None:
+    """To the supervisor. Levels are few: the pipe takes them, or nobody listens any more."""
+    with suppress(OSError):
+        os.write(1, line)
+
+
 def die_with_parent() -> None:
     """Ask Linux for a SIGTERM when the parent is gone; elsewhere the loop's look at getppid() has to do."""
     if sys.platform == "linux":
@@ -256,6 +347,7 @@ def main(argv: list[str]) -> int:
         print(f"usage: python -m monitors.lane {'|'.join(LANES)} RUN_FOLDER CONFIG_JSON", file=sys.stderr)
         return 3
     lane, folder, config = argv[0], Path(argv[1]), json.loads(argv[2])
+    guards, wanted = config.pop("guards", None), config.pop("harden", False)
 
     stop_asked = False
 
@@ -271,24 +363,37 @@ def main(argv: list[str]) -> int:
     def stopped() -> bool:
         return stop_asked or os.getppid() != parent
 
-    from loadgen.journal import SampleWriter
+    from loadgen.journal import SEGMENT_BYTES, SampleWriter
 
     try:
-        writer = SampleWriter(folder, lane)
+        writer = SampleWriter(folder, lane, segment_bytes=SEGMENT_BYTES)
     except OSError as error:
         print(f"the {lane} lane cannot write into {folder}: {error.strerror}", file=sys.stderr)
         return 3
     try:
         watched, complaints = load(lane, {"run_folder": str(folder), **config}, clock.now_ns())
+        if wanted:
+            from monitors import harden
+
+            granted = harden.harden(lane)
+            complaints.append(Sample(f"{lane} lane", "observed", 1.0, clock.now_ns(), text=granted))
         if complaints:
             writer.write(complaints)
         gc.freeze()  # what is loaded stays loaded: no collection needs to walk it again
+        write = timed(writer.write, lane, Path(config.get("root", "/")))
         if lane == "slow":
             import asyncio
 
-            asyncio.run(run_tasks(watched, writer.write, stopped))
+            asyncio.run(run_tasks(watched, write, stopped))
+        elif guards is not None:
+            from loadgen.guard import Guard
+            from loadgen.types import Guards
+
+            os.set_blocking(0, False)
+            see = guarded(writer, Guard(Guards(**guards)), hear, say)
+            run_ticks(watched, timed(see, lane, Path(config.get("root", "/"))), stopped)
         else:
-            run_ticks(watched, writer.write, stopped)
+            run_ticks(watched, write, stopped)
     finally:
         writer.close()
     return 0

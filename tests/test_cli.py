@@ -70,6 +70,12 @@ def http(status: str, body: str, kind: str = "application/json") -> bytes:
         (["run", "smoke", "--sim", "tiny", "--url", "http://x"], 3, "say one of them"),
         (["run", "smoke", "--sim-args", "x"], 3, "needs --sim"),
         (["run", "smoke", "--sim", "tyny"], 3, 'no preset "tyny"'),
+        (["run", "smoke", "--sim", "tiny", "--duration", "900000000h"], 3, "MiB are free there; this run needs"),
+        (
+            ["run", "smoke", "--sim", "tiny", "--set", "monitors={docker: {required: true, socket: /no/docker.sock}}"],
+            3,
+            "docker: the container engine cannot be asked",
+        ),
         (["run", "smoke", "--duration", "soon"], 3, "--duration: expected a duration"),
         (["run", "smoke", "--set", "x"], 3, "key=value"),
         (["run", "smoke", "--api-key-env", "NO_SUCH_VARIABLE_HERE"], 3, "NO_SUCH_VARIABLE_HERE is not set"),

@@ -25,10 +25,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types"}),
     frozenset({"clock", "journal", "mix", "sse", "http1", "strict", "plugins", "scenario", "hist", "stats", "dialects",
                "rules", "secrets", "child", "address", "answer", "connect", "receive", "stencil", "exchange", "expect",
-               "gate", "sim"}),
+               "gate", "guard", "redact", "machine", "gpus", "served", "look", "sim"}),
     frozenset({"client", "record", "summary", "report", "verdict", "live"}),
     frozenset({"probe", "preflight", "fingerprint", "engine"}),
-    frozenset({"shard", "supervise", "cluster", "selftest"}),
+    frozenset({"shard", "supervise", "cluster", "selftest", "checks", "doctor"}),
     frozenset({"cli", "__main__"}),
 )  # fmt: skip
 
@@ -45,11 +45,11 @@ SYNCHRONOUS = {"loadgen.types", "loadgen.clock", "loadgen.journal", "loadgen.mix
                "loadgen.record", "loadgen.verdict", "loadgen.summary", "loadgen.report", "loadgen.sim.model",
                "workloads"}  # fmt: skip
 
-STANDARD_LIBRARY_ONLY = {"loadgen", "loadgen.types", "loadgen.clock", "loadgen.journal", "monitors"}
+STANDARD_LIBRARY_ONLY = {"loadgen", "loadgen.types", "loadgen.clock", "loadgen.journal", "loadgen.guard", "monitors"}
 
 # record and journal write what a run is; child keeps what a process says on stderr; the simulated server has files
-# of its own, outside of any run folder.
-WRITERS = {"loadgen.record", "loadgen.journal", "loadgen.child", "loadgen.sim"}
+# of its own, outside of any run folder; harden asks the kernel for a score.
+WRITERS = {"loadgen.record", "loadgen.journal", "loadgen.child", "loadgen.sim", "monitors.harden"}
 
 # What makes a file a plug-in, by package.
 PLUGIN_FUNCTION = dict(plugins.KINDS.values())

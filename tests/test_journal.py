@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from loadgen import journal
 from loadgen.journal import MAX_LINE_BYTES, Appender, Damage, SampleWriter, header, read_header, read_lines
+from loadgen.record import Run
 from loadgen.types import Json, Sample
 
 SCHEMA = "loadgen.test/1"
@@ -312,3 +313,29 @@ def test_a_digest_is_read_back_as_it_was_however_short_it_was_written(a: float, 
     low, last, high = sorted((a, b, c))
     for digest in ((low, high, last, n), (last, last, last, n), (last, last, last, 1)):
         assert journal.expand(journal.compact(*digest)) == digest
+
+
+def test_a_day_of_one_lane_is_bounded_in_memory_and_in_files_and_reads_back_whole(tmp_path: Path) -> None:
+    day_s, metrics, segment = 86_400, 3, 2 << 20
+    writer = SampleWriter(tmp_path, "fast", segment_bytes=segment)
+    most = 0
+    for second in range(day_s):
+        value = float((20 << 30) - second * 4096)
+        writer.write([Sample("host", f"metric_{k}_bytes", value + k, second * journal.NS) for k in range(metrics)])
+        most = max(most, len(writer._pending))
+    writer.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("close "):
+            thread.join(30)
+    files = sorted(tmp_path.glob("samples-fast*.jsonl"))
+    sizes = [path.stat().st_size for path in files]
+    assert most <= 2
+    assert len(files) == -(-sum(sizes) // segment)
+    assert max(sizes) < segment + 1000
+    assert sum(sizes) / day_s < 30 * metrics + 60, "bytes a second"
+    assert all((read_header(path) or {})["lane"] == "fast" for path in files)
+    series = Run(tmp_path).series("host", "metric_2_bytes")
+    [found] = series.values()
+    assert len(found.at_ns) == day_s
+    assert found.at_ns.tolist() == [second * journal.NS for second in range(day_s)]
+    assert writer.errors == 0

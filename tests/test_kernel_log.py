@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.types import Sample
+from loadgen.rules import gpu, headroom, oom
+from loadgen.rules import kernel as kernel_rule
+from loadgen.types import Finding, Sample
 from monitors import kernel
+from tests import golden
 
 CASES = {
     case["id"]: case
@@ -37,7 +43,7 @@ def kills(events: list[kernel.Event]) -> list[kernel.Event]:
 
 
 def machine(tmp_path: Path, text: str = "") -> Path:
-    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev").mkdir(parents=True)
     (tmp_path / "dev/kmsg").write_text(text)
     return tmp_path
 
@@ -314,3 +320,245 @@ def test_each_pattern_names_only_labels_that_are_words() -> None:
     for signal in (*kernel.SIGNALS, *kernel.USER_SIGNALS):
         assert re.fullmatch(r"[a-z_]+", signal.name)
         assert signal.meaning
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The journal: a journalctl of ours prints what the test wrote, then waits as the real one does with --follow
+
+
+def journalctl(tmp_path: Path, lines: list[dict[str, Any]], then: str = "exec sleep 60") -> str:
+    """The path of a program that prints these records, says on its first line how it was called, and stays."""
+    (tmp_path / "var/log/journal").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "records").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    program = tmp_path / "journalctl"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {tmp_path}/records\n{then}\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def until(ticks: Iterator[list[Sample]], there: Callable[[list[Sample]], bool]) -> list[Sample]:
+    """All samples up to the tick that has what we wait for."""
+    out: list[Sample] = []
+    for _ in range(3000):
+        out += next(ticks)
+        if there(out):
+            return out
+        time.sleep(0.01)
+    raise AssertionError(out)
+
+
+def journal_line(text: str, us: int, identifier: str = "kernel", **more: str) -> dict[str, Any]:
+    transport = "kernel" if identifier == "kernel" else "syslog"
+    fields = {"MESSAGE": text, "_TRANSPORT": transport, "SYSLOG_IDENTIFIER": identifier, "__CURSOR": f"s={us}"}
+    return {**fields, "__MONOTONIC_TIMESTAMP": str(us), **more}
+
+
+def test_log_that_may_not_be_read_is_followed_in_the_journal(tmp_path: Path) -> None:
+    now_us = time.monotonic_ns() // 1000
+    lines = [
+        journal_line(LINES["oom_kill_global"], now_us - 9_000_000_000),
+        journal_line(LINES["hung_task"], now_us + 60_000_000),
+    ]
+    ticks = kernel.watch(kernel.Options(root=str(tmp_path), journalctl=journalctl(tmp_path, lines)))
+    samples = until(ticks, lambda seen: bool(named(seen, "hung_task")))
+    ticks.close()  # type: ignore[attr-defined]
+    observed = named(samples, "observed")
+    assert [s.value for s in observed] == [0.0, 1.0], "first the reason, then that the journal shows something"
+    assert "by the systemd journal" in (observed[-1].text or "")
+    assert named(samples, "oom_kill_global") == [], "from before the run"
+    assert [s.labels for s in named(samples, "before_run")] == [{"event": "oom_kill_global"}]
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert "--output=json" in call
+    assert "short" not in call, "other formats carry dates in the system's language"
+    assert "_TRANSPORT=kernel" in call
+
+
+def test_user_space_killers_are_heard_beside_the_kernels_own_log(tmp_path: Path) -> None:
+    now_us = time.monotonic_ns() // 1000 + 60_000_000
+    lines = [
+        *CASES["klog-oomd-userspace"]["input"]["records"],
+        journal_line('sending SIGTERM to process 812 uid 1000 "python3": badness 812', now_us, "earlyoom"),
+        journal_line("Implementing a corrective action:", now_us, "nohang"),
+        journal_line("  Sending SIGKILL to the victim", now_us, "nohang"),
+    ]
+    for line in lines:
+        line["__MONOTONIC_TIMESTAMP"] = str(now_us)
+    root = machine(tmp_path)
+    ticks = kernel.watch(kernel.Options(root=str(root), journalctl=journalctl(tmp_path, lines)))
+    samples = until(ticks, lambda seen: len(named(seen, "userspace_oom_kill")) == 3)
+    ticks.close()  # type: ignore[attr-defined]
+    assert [s.value for s in named(samples, "observed")] == [1.0]
+    kills = named(samples, "userspace_oom_kill")
+    assert [s.labels["by"] for s in kills] == ["systemd-oomd", "earlyoom", "nohang"]
+    assert kills[1].labels["pid"] == "812"
+    call = (tmp_path / "calls").read_text()
+    assert "_TRANSPORT=kernel" not in call, "a line of the kernel must not be told twice"
+    assert "_SYSTEMD_UNIT=earlyoom.service" in call
+    assert "--lines=0" in call
+
+
+def test_machine_without_a_journal_says_that_killers_are_not_seen(tmp_path: Path) -> None:
+    ticks = kernel.watch(kernel.Options(root=str(machine(tmp_path))))
+    (observed,) = named(next(ticks), "observed")
+    assert (observed.value, "user-space killers are not observed" in (observed.text or "")) == (1.0, True)
+    ticks.close()  # type: ignore[attr-defined]
+
+
+def test_journal_that_may_not_be_read_either_is_said_with_its_words(tmp_path: Path) -> None:
+    refuses = journalctl(
+        tmp_path, [], "echo 'No journal files were opened due to insufficient permissions.' >&2; exit 1"
+    )
+    ticks = kernel.watch(kernel.Options(root=str(tmp_path), journalctl=refuses))
+    samples = until(ticks, lambda seen: len(named(seen, "observed")) == 2)
+    last = named(samples, "observed")[-1]
+    assert last.value == 0.0
+    assert "insufficient permissions" in (last.text or "")
+    assert "to allow it: " in (last.text or "")
+    assert next(ticks, None) is None
+
+
+def test_user_who_may_not_read_the_killers_journal_is_told_how_to(tmp_path: Path) -> None:
+    hint = "echo 'Hint: You are currently not seeing messages from other users and the system.' >&2; exec sleep 60"
+    root = machine(tmp_path)
+    ticks = kernel.watch(kernel.Options(root=str(root), journalctl=journalctl(tmp_path, [], hint)))
+    samples = until(ticks, lambda seen: bool(named(seen, "killers_unseen")))
+    samples += [s for _ in range(5) for s in next(ticks)]
+    ticks.close()  # type: ignore[attr-defined]
+    (unseen,) = named(samples, "killers_unseen")
+    assert "systemd-journal" in (unseen.text or "")
+
+
+def test_journal_that_ends_is_followed_again_from_where_it_stood(tmp_path: Path) -> None:
+    now_ns = time.monotonic_ns()
+    line = journal_line(LINES["hung_task"], now_ns // 1000 + 60_000_000)
+    options = kernel.Options(root=str(tmp_path), journalctl=journalctl(tmp_path, [line], "exit 0"))
+    journal = kernel.journal_of(options, True, now_ns)
+    assert isinstance(journal, kernel.Journal)
+    side = kernel.Side(journal, Path("/dev/kmsg"), OSError(1, "no"))
+    side.begin(now_ns)
+    told: list[Sample] = []
+    for _ in range(3000):
+        told += side.tick(now_ns)[1]
+        if named(told, "journal_ended"):
+            break
+        time.sleep(0.01)
+    assert len(named(told, "journal_ended")) == 1
+    assert side.tick(now_ns + kernel.RETRY_NS - 1) == ([], []), "not before 30 s"
+    assert journal.pid == 0
+    side.tick(now_ns + kernel.RETRY_NS)
+    for _ in range(3000):
+        if len((tmp_path / "calls").read_text().splitlines()) == 2:
+            break
+        time.sleep(0.01)
+    side.end()
+    assert f"--after-cursor={line['__CURSOR']}" in (tmp_path / "calls").read_text().splitlines()[1]
+
+
+def test_journalctl_is_gone_when_the_monitor_is(tmp_path: Path) -> None:
+    program = journalctl(tmp_path, [])
+    journal = kernel.journal_of(kernel.Options(root=str(tmp_path), journalctl=program), True, 0)
+    assert isinstance(journal, kernel.Journal)
+    kernel.start(journal)
+    pid = journal.pid
+    assert pid > 0
+    kernel.stop(journal)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recorded cases, through the reader and into the rules
+
+
+def judged(name: str, tmp_path: Path, *more: Sample) -> dict[str, list[Finding]]:
+    """What the rules find in a run of 60 s in whose 30th second the log says what the case says, on a healthy host."""
+    given_ = CASES[name]["input"]
+    root = machine(tmp_path / "host")
+    journal = given_["format"] == "journal"
+    program = journalctl(root, given_["records"] if journal else [])
+    if journal:  # the records' own times are another machine's: here they come after the start of the run
+        text = re.sub(r'("__MONOTONIC_TIMESTAMP": )"\d+"', rf'\1"{time.monotonic_ns() // 1000 + 60_000_000}"',
+                      (root / "records").read_text())  # fmt: skip
+        (root / "records").write_text(text)
+    ticks = kernel.watch(kernel.Options(root=str(root), journalctl=program if journal else ""))
+    seen = next(ticks)
+    with (root / "dev/kmsg").open("a") as log:
+        log.writelines(f"{line}\n" for line in ([] if journal else given_.get("records") or given_["lines"]))
+    last = {"klog-oomd-userspace": "userspace_oom_kill"}.get(name, "records_total")
+    seen += until(ticks, lambda out: bool(named(out, last)))
+    ticks.close()  # type: ignore[attr-defined]
+    return findings_of(tmp_path / "run", [*(replace(s, at_ns=golden.at(30)) for s in seen), *more])
+
+
+def findings_of(folder: Path, samples: list[Sample]) -> dict[str, list[Finding]]:
+    server = golden.series("process", "rss_bytes", [float(1 << 30)] * 62, pid="4242", name="python3")
+    host = [golden.sample("host", "observed", 1, 0, text="")]
+    host += golden.series("host", "mem_available_bytes", [20.0 * 2**30] * 62)
+    unit = CASES["klog-oomd-userspace"]["input"]["context"]["server"]["unit"]
+    seen = [golden.sample("process", "observed", 1, 0, text="", unit=unit), *server, *host]
+    phases = [golden.phase("measure", "measure", 0, 60)]
+    run = golden.build(folder, outcomes=golden.steady(60), phases=phases, samples=[*seen, *samples])
+    rules = {"oom": oom, "gpu": gpu, "headroom": headroom, "kernel": kernel_rule}
+    return {name: rule.check(run, rule.Options()) for name, rule in rules.items()}
+
+
+def failures(found: dict[str, list[Finding]]) -> dict[str, str]:
+    """Rule and cause of what fails."""
+    return {name: f.cause for name, findings in found.items() for f in findings if f.status == "fail"}
+
+
+def test_verdict_on_a_kill_of_the_server_in_its_cgroup(tmp_path: Path) -> None:
+    found = judged("klog-old-two-lines", tmp_path)
+    assert failures(found) == {"oom": "oom_kill"}
+    assert "4242 (python3), of the server" in found["oom"][0].message
+
+
+def test_verdict_on_a_kill_of_a_bystander_is_the_hosts_memory(tmp_path: Path) -> None:
+    found = judged("klog-global-wrong-victim", tmp_path)
+    assert failures(found) == {"oom": CASES["klog-global-wrong-victim"]["expect"]["verdict"]}
+    assert "not of the server" in found["oom"][0].message
+
+
+def test_verdict_on_refusals_of_the_driver_in_a_healthy_run_is_a_warning(tmp_path: Path) -> None:
+    found = judged("klog-nvrm-nomem-healthy", tmp_path)
+    assert failures(found) == {}
+    (warning,) = [f for f in found["headroom"] if f.status == "warn"]
+    assert warning.number == CASES["klog-nvrm-nomem-healthy"]["expect"]["driver_alloc_warnings"]
+
+
+def test_verdict_on_a_gpu_that_fell_off_the_bus_is_one_finding(tmp_path: Path) -> None:
+    found = judged("klog-xid79-duplicates", tmp_path)
+    failed = [f for f in found["gpu"] if f.status == "fail"]
+    assert [f.cause for f in failed] == [CASES["klog-xid79-duplicates"]["expect"]["verdict"]]
+
+
+def test_user_space_killer_is_found_with_its_source(tmp_path: Path) -> None:
+    found, expect = judged("klog-oomd-userspace", tmp_path), CASES["klog-oomd-userspace"]["expect"]
+    assert expect["is_server"]
+    (kill,) = found["oom"]
+    assert (kill.status, kill.cause, kill.hard) == ("fail", "oom_kill", True)
+    assert f"a user-space OOM daemon killed all of {expect['unit']}, of the server" in kill.message
+
+
+def test_user_space_kill_of_another_unit_is_a_bystanders(tmp_path: Path) -> None:
+    labels = {"unit": "backup.service", "cgroup": "/system.slice/backup.service", "severity": "fail"}
+    kill = golden.sample("kernel", "userspace_oom_kill", 1, 30, text="Killed", **labels)
+    (found,) = findings_of(tmp_path, [golden.sample("kernel", "observed", 1, 0, text=""), kill])["oom"]
+    assert (found.status, found.scope) == ("warn", "foreign")
+
+
+def test_verdict_without_the_kernels_log_rests_on_the_counters_or_on_nothing(tmp_path: Path) -> None:
+    blind = replace(kernel.not_observed(Path("/dev/kmsg"), OSError(1, "Operation not permitted")), at_ns=golden.at(0))
+    assert "EPERM" in (blind.text or "")
+    counter = golden.series("host", "oom_kill_total", [3.0] * 62)
+    (counted,) = findings_of(tmp_path / "a", [blind, *counter])["oom"]
+    assert counted.status == "pass"
+    assert "by the host's counter" in counted.message
+    (nothing,) = findings_of(tmp_path / "b", [blind])["oom"]
+    assert nothing.status == CASES["klog-no-permission"]["expect"]["without_fallback"]
+    assert "EPERM" in nothing.message
+
+
+def test_verdict_on_kills_whose_dates_cannot_be_read_counts_both(tmp_path: Path) -> None:
+    found = judged("klog-localized-dates", tmp_path)
+    assert len(found["oom"]) == CASES["klog-localized-dates"]["expect"]["oom_kills"]

@@ -1,4 +1,4 @@
-"""Monitors on machines made of files, on a fake NVML, and the conformance that every monitor file must meet."""
+"""Monitors on machines made of files, and the conformance that every monitor file must meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from loadgen import plugins
 from loadgen.types import Sample
-from monitors import disk, host, nvidia, process, server, thermal
+from monitors import disk, host, process, server, thermal
 
 DATA = Path(__file__).parent / "data/monitors"
 MONITORS = Path(host.__file__).parent
@@ -35,7 +35,6 @@ def cases(kind: str) -> dict[str, dict[str, Any]]:
 
 
 HOST = cases("host")
-NVML = cases("nvml")
 
 
 def of(samples: list[Sample], metric: str) -> list[Sample]:
@@ -448,156 +447,6 @@ def test_own_address_is_here_and_a_reserved_one_is_not() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# nvidia
-
-CODES = {"NVMLError_NotSupported": 3, "NVMLError_NoPermission": 4, "NVMLError_GpuIsLost": 15}
-
-
-class FakeNVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__(f"error {value}")
-        self.value = value
-
-
-class FakeNvml:
-    """Answers as the case says; calls it has no answer for are not supported. Counts what it was asked."""
-
-    NVMLError = FakeNVMLError
-    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-
-    def __init__(self, calls: dict[str, Any]) -> None:
-        self.calls: dict[str, Any] = {"nvmlDeviceGetCount": 1, "nvmlDeviceGetName": "NVIDIA Test", **calls}
-        self.asked: list[str] = []
-        self.lost = False
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        pass
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        pass
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
-        return f"gpu{index}"
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, _handle: str, index: int) -> str:  # noqa: N802
-        if index >= len(self.calls.get("mig_devices", [])):
-            raise FakeNVMLError(6)
-        return f"mig{index}"
-
-    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
-        return str(self.calls["mig_devices"][int(handle[3:])]["uuid"])
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if not name.startswith("nvml"):
-            raise AttributeError(name)
-
-        def call(*arguments: Any) -> Any:
-            self.asked.append(name)
-            if self.lost:
-                raise FakeNVMLError(15)
-            if name == "nvmlDeviceGetMemoryInfo" and str(arguments[0]).startswith("mig"):
-                memory = self.calls["mig_devices"][int(arguments[0][3:])]["memory"]
-                return SimpleNamespace(free=memory["total"] - memory["used"], **memory)
-            answer = self.calls.get(name, {"raise": "NVMLError_NotSupported"})
-            if isinstance(answer, dict) and "raise" in answer:
-                raise FakeNVMLError(CODES[answer["raise"]])
-            return SimpleNamespace(**answer) if isinstance(answer, dict) else answer
-
-        return call
-
-
-def test_unified_memory_is_recognised_and_the_hosts_figure_named(tmp_path: Path) -> None:
-    case = NVML["nvml-gb10-memory-unsupported"]
-    nvml = FakeNvml(case["input"]["calls"])
-    root = tree(tmp_path, {"proc/meminfo": meminfo(case["input"]["meminfo_kb"])})
-    ticks = nvidia.watch(nvidia.Options(root=str(root)), nvml)
-    first = next(ticks)
-    asked = nvml.asked.count("nvmlDeviceGetMemoryInfo")
-    second = next(ticks)
-    expect = case["expect"]
-    assert value(second, "host_memory_used_bytes") == expect["gpu_memory"]["used_kb_host"] * 1024
-    assert value(second, "memory_used_bytes") is None
-    assert value(second, "temperature_c") == expect["temperature_c"]
-    assert value(second, "utilization_percent") == expect["utilization"]
-    assert value(second, "power_w") == 31.0
-    assert "shared with the host" in (first[0].text or "")
-    assert nvml.asked.count("nvmlDeviceGetMemoryInfo") == asked, "the failing call is not repeated"
-
-
-def test_unsupported_memory_of_an_ordinary_gpu_is_not_called_unified() -> None:
-    nvml = FakeNvml({"nvmlDeviceGetTemperature": 40})
-    samples = next(nvidia.watch(nvidia.Options(), nvml))
-    assert value(samples, "unified_memory") is None
-    assert value(samples, "memory_used_bytes") is None
-
-
-def test_lost_gpu_is_one_event_and_no_zeros_after_it() -> None:
-    timeline = NVML["nvml-gpu-lost"]["input"]["timeline"]
-    nvml = FakeNvml({"nvmlDeviceGetTemperature": timeline[0]["temperature"], "nvmlDeviceGetPowerUsage": 270_000})
-    ticks = nvidia.watch(nvidia.Options(), nvml)
-    assert value(next(ticks), "temperature_c") == NVML["nvml-gpu-lost"]["expect"]["last_temperature_c"]
-    nvml.lost = True
-    samples = next(ticks)
-    assert [s.metric for s in samples] == ["gpu_lost", "observed"]
-    assert next(ticks, None) is None
-
-
-def test_one_lost_gpu_does_not_hide_another() -> None:
-    class SecondIsLost(FakeNvml):
-        def nvmlDeviceGetTemperature(self, handle: str, _kind: int) -> int:  # noqa: N802
-            if handle == "gpu1":
-                raise FakeNVMLError(15)
-            return 50
-
-    ticks = nvidia.watch(nvidia.Options(), SecondIsLost({"nvmlDeviceGetCount": 2}))
-    assert [s.labels["gpu"] for s in of(next(ticks), "gpu_lost")] == ["1"]
-    samples = next(ticks)
-    assert of(samples, "gpu_lost") == []
-    assert {s.labels["gpu"] for s in samples} == {"0"}
-
-
-def test_memory_of_a_partitioned_gpu_is_that_of_its_instance() -> None:
-    case = NVML["nvml-mig"]
-    ticks = nvidia.watch(nvidia.Options(), FakeNvml(case["input"]["calls"]))
-    samples = next(ticks)
-    (used,) = of(samples, "memory_used_bytes")
-    (total,) = of(samples, "memory_total_bytes")
-    assert (used.value, total.value) == (case["expect"]["gpu_memory"]["used"], case["expect"]["gpu_memory"]["total"])
-    assert used.labels["mig"].startswith("MIG-")
-    assert value(samples, "utilization_percent") is case["expect"]["utilization"]
-
-
-def test_call_that_is_not_supported_is_asked_once() -> None:
-    nvml = FakeNvml({"nvmlDeviceGetTemperature": 40})
-    ticks = nvidia.watch(nvidia.Options(), nvml)
-    for _ in range(4):
-        next(ticks)
-    assert nvml.asked.count("nvmlDeviceGetPowerUsage") == 1
-    assert nvml.asked.count("nvmlDeviceGetTemperature") == 4
-
-
-def test_reasons_for_low_clocks_are_told_apart() -> None:
-    nvml = FakeNvml({"nvmlDeviceGetCurrentClocksEventReasons": 0x24})
-    samples = next(nvidia.watch(nvidia.Options(), nvml))
-    assert value(samples, "clock_event_reasons") == 0x24
-    assert (value(samples, "clock_sw_power_cap"), value(samples, "clock_sw_thermal")) == (1.0, 1.0)
-    assert value(samples, "clock_hw_thermal") == 0.0
-
-
-def test_machine_without_driver_is_not_observed_with_the_reason() -> None:
-    class NoDriver(FakeNvml):
-        def nvmlInit(self) -> None:  # noqa: N802
-            raise FakeNVMLError(12)
-
-    ticks = nvidia.watch(nvidia.Options(), NoDriver({}))
-    (sample,) = next(ticks)
-    assert sample.value == 0.0
-    assert "no NVIDIA driver" in (sample.text or "")
-    assert next(ticks, None) is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # thermal, disk
 
 
@@ -616,6 +465,43 @@ def test_sensors_are_named_by_chip_and_label(tmp_path: Path) -> None:
     samples = next(thermal.watch(thermal.Options(root=str(root))))
     read = {(s.labels["chip"], s.metric): s.value for s in samples if s.labels}
     assert read == {("nvme", "temperature_c"): 41.85, ("acpitz", "temperature_c"): 50.0}
+
+
+def test_sensor_at_its_critical_temperature_is_a_happening_until_it_has_cooled(tmp_path: Path) -> None:
+    device = "sys/class/hwmon/hwmon0"
+    root = tree(
+        tmp_path, {f"{device}/name": "nvme\n", f"{device}/temp1_crit": "84850\n", f"{device}/temp1_input": "70000\n"}
+    )
+    ticks = thermal.watch(thermal.Options(root=str(root)))
+    crossed = []
+    for celsius in (70, 85, 84, 86, 79, 85):
+        (root / device / "temp1_input").write_text(f"{celsius}000\n")
+        crossed += [celsius] * len(of(next(ticks), "critical_temperature"))
+    assert crossed == [85, 85], "84 is no cooling down, 79 is"
+
+
+def test_limit_of_all_bits_set_is_no_limit(tmp_path: Path) -> None:
+    device = "sys/class/hwmon/hwmon0"
+    root = tree(
+        tmp_path, {f"{device}/name": "nvme\n", f"{device}/temp2_crit": "65261850\n", f"{device}/temp2_input": "40000\n"}
+    )
+    (sensor,) = thermal.sensors(root)
+    assert sensor.crit is None
+
+
+def test_cores_coolers_and_clocks_of_a_server_are_few_figures(tmp_path: Path) -> None:
+    device = "sys/class/hwmon/hwmon1"
+    files = {f"{device}/name": "coretemp\n", f"{device}/power1_average": "9000000\n", f"{device}/power1_input": "8\n"}
+    for n, label in enumerate(["Package id 0", *(f"Core {n}" for n in range(64))], 1):
+        files |= {f"{device}/temp{n}_label": label + "\n", f"{device}/temp{n}_input": "50000\n"}
+    for n in range(64):
+        files[f"sys/class/thermal/cooling_device{n}/type"] = "Processor\n"
+        files[f"sys/class/thermal/cooling_device{n}/cur_state"] = f"{int(n == 9)}\n"
+        files[f"sys/devices/system/cpu/cpufreq/policy{n}/scaling_cur_freq"] = "2400000\n"
+    samples = next(thermal.watch(thermal.Options(root=str(tree(tmp_path, files)))))
+    assert [(s.metric, s.value) for s in samples] == [
+        ("observed", 1.0), ("temperature_c", 50.0), ("power_w", 9.0), ("cooling_level", 1.0), ("cpu_clock_mhz", 2400.0),
+    ]  # fmt: skip
 
 
 def test_machine_without_sensors_says_so_once(tmp_path: Path) -> None:

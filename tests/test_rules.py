@@ -132,7 +132,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_healthy_run_passes_every_rule(name: str, healthy: Run) -> None:
     findings = check(name, healthy)
     assert {f.status for f in findings} <= {"pass"}, findings
-    assert findings or name in {"slo", "server_log"}
+    assert findings or name in {"slo", "server_log", "guard"}
     assert all(f.rule == name and f.message and not f.hard and not f.cause for f in findings)
 
 
@@ -451,6 +451,38 @@ def test_a_fatal_xid_is_hard_and_an_advice_warns(tmp_path: Path) -> None:
     assert only(check("gpu", gpu_run(tmp_path / "b", advice)), "warn")
 
 
+def test_one_xid_that_kernel_and_driver_tell_is_one_finding(tmp_path: Path) -> None:
+    logged = happening("kernel", "xid", 50, xid="31", group="application", severity="fail")
+    heard = happening("nvidia", "xid", 50.2, xid="31", group="application", severity="fail", gpu="0")
+    alone = happening("nvidia", "xid", 70, xid="13", group="application", severity="fail", gpu="0")
+    failed = [f for f in check("gpu", gpu_run(tmp_path, logged, heard, alone)) if f.status == "fail"]
+    assert [(f.scope, f.evidence) for f in failed] == [("xid 31", "samples: kernel"), ("xid 13", "samples: nvidia")]
+
+
+def test_driver_call_that_returned_warns_and_one_that_never_did_fails(tmp_path: Path) -> None:
+    held = happening("nvidia", "call_pending", 30, call="power", gpu="0")
+    back = happening("nvidia", "call_returned", 60, call="power", gpu="0", seconds="35")
+    assert "after 35 s" in only(check("gpu", gpu_run(tmp_path / "a", held, back)), "warn").message
+    assert "never returned" in only(check("gpu", gpu_run(tmp_path / "b", held)), "fail").message
+
+
+@pytest.mark.parametrize(
+    ("metric", "status"),
+    [("ecc_uncorrected_total", "fail"), ("ecc_corrected_total", "warn"), ("remap_pending", "warn"),
+     ("remap_failed", "fail")],
+)  # fmt: skip
+def test_errors_of_the_memory_count_by_what_came_during_the_run(metric: str, status: str, tmp_path: Path) -> None:
+    before = check("gpu", gpu_run(tmp_path / "a", **{metric: 7}))
+    assert {f.status for f in before} == {"pass"}, "from before the run"
+    during = gpu_run(tmp_path / "b", **{metric: lambda k: 7 + (k > 40)})
+    assert only(check("gpu", during), status).since_ns == golden.at(41)
+
+
+def test_pcie_replays_warn_and_a_hundred_an_hour_fail(tmp_path: Path) -> None:
+    assert only(check("gpu", gpu_run(tmp_path / "a", pcie_replays_total=lambda k: k // 30)), "warn")
+    assert only(check("gpu", gpu_run(tmp_path / "b", pcie_replays_total=lambda k: k * 2)), "fail")
+
+
 def test_a_gpu_that_stops_answering_is_lost(tmp_path: Path) -> None:
     gone = seen("nvidia", False, "GPU is lost", at_s=60)
     assert only(check("gpu", gpu_run(tmp_path, gone)), "fail").hard
@@ -473,6 +505,11 @@ def test_unified_memory_without_a_figure_is_not_evaluated(tmp_path: Path) -> Non
 def test_heat_counts_by_its_share_of_the_busy_time(hot_seconds: int, status: str, tmp_path: Path) -> None:
     run = gpu_run(tmp_path, clock_event_reasons=lambda k: 0x40 if k < hot_seconds else 0x1)
     assert only(check("thermal", run), status)
+
+
+def test_sensor_that_reached_its_critical_temperature_warns(tmp_path: Path) -> None:
+    hot = happening("thermal", "critical_temperature", 40, "nvme Composite at 85 °C", chip="nvme")
+    assert "nvme Composite at 85 °C" in only(check("thermal", gpu_run(tmp_path, hot)), "warn").message
 
 
 def test_high_temperature_alone_is_no_verdict_and_a_falling_clock_warns(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from loadgen import clock
 from loadgen.types import AXES, Axis, Digest, Finding, Outcome, PhaseSpan
 
 if TYPE_CHECKING:
@@ -193,6 +194,27 @@ def _happenings(run: Run) -> tuple[Digest, ...]:
     bound how many they write; those of a server that forks for each request are left out."""
     found = (d for d in run.digests() if d.text is not None and d.metric not in ("observed", "process_new"))
     return tuple(sorted(found, key=lambda d: d.at_ns))
+
+
+def clocks(run: Run) -> dict[str, list[clock.Reading]]:
+    """All clocks of the host as each lane of monitors noted them, a reading a second, in order of time."""
+    boots: dict[str, list[tuple[int, str]]] = {}
+    for d in happenings(run, "clock", "boot_id"):
+        boots.setdefault(d.labels.get("lane", ""), []).append((d.at_ns, d.text or ""))
+    walls = {dict(key).get("lane", ""): s for key, s in run.series("clock", "wall_ahead_ms").items()}
+    asleep = {dict(key).get("lane", ""): s for key, s in run.series("clock", "suspended_ms").items()}
+    found: dict[str, list[clock.Reading]] = {}
+    for lane, wall in walls.items():
+        slept = asleep.get(lane)
+        slept_ms = dict(zip(slept.at_ns.tolist(), slept.last.tolist(), strict=True)) if slept is not None else {}
+        named, boot_id = iter(boots.get(lane, [])), None
+        following = next(named, None)
+        for at, ahead_ms in zip(wall.at_ns.tolist(), wall.last.tolist(), strict=True):
+            while following is not None and following[0] <= at:
+                boot_id, following = following[1], next(named, None)
+            boottime = None if at not in slept_ms else at + round(slept_ms[at] * 1e6)
+            found.setdefault(lane, []).append(clock.Reading(at, boottime, at + round(ahead_ms * 1e6), boot_id))
+    return found
 
 
 def longest(flags: npt.NDArray[np.bool_], at_ns: Ints, hole_s: float = 3.0) -> tuple[float, int]:

@@ -11,18 +11,20 @@ last line is what a killed run looks like: it warns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loadgen.rules import SECOND, Ints, Needs, end_ns, not_evaluated, readings, serving, when
-from loadgen.types import Finding, FindingStatus, Json
+from loadgen import clock, plugins
+from loadgen.rules import SECOND, Ints, Needs, clocks, end_ns, not_evaluated, readings, serving, start_ns, when
+from loadgen.types import Finding, FindingStatus, Json, UserError
 
 if TYPE_CHECKING:
     from loadgen.record import Run
 
-# The engine samples itself and is judged by the rule `generator`.
-NOT_A_MONITOR = frozenset({"client"})
+# The engine samples itself and is judged by the rule `generator`; a lane says once what it was granted.
+NOT_A_MONITOR = frozenset({"client", "fast lane", "gpu lane", "slow lane"})
 # A hole is longer than this many periods.
 HOLE_PERIODS = 3.0
 
@@ -38,7 +40,7 @@ def needs(options: Options) -> Needs:
 
 
 def check(run: Run, options: Options) -> list[Finding]:
-    return [*_unseen(run), *_holes(run, options), *_lanes(run), *_damage(run)]
+    return [*_unseen(run), *_holes(run, options), *_lanes(run), *_clocks(run), *_damage(run)]
 
 
 def _unseen(run: Run) -> list[Finding]:
@@ -64,6 +66,8 @@ def _holes(run: Run, options: Options) -> list[Finding]:
         stamps = _ticks(run, monitor, span)
         if monitor == "kernel" and not len(stamps):
             continue  # a quiet log is no hole, and this lane did not say when it looked
+        if len(stamps) < 2 and span[1] - span[0] < 2 * _period_ns(run, monitor):
+            continue  # a run of a few seconds has no second reading of the slow ones, and nothing was missed
         if len(stamps) < 2:
             findings.append(
                 _finding("fail", f"{monitor}: {len(stamps)} readings under load", monitor, 1.0, options, len(stamps))
@@ -78,11 +82,60 @@ def _holes(run: Run, options: Options) -> list[Finding]:
         )
         message = f"{monitor}: {len(stamps)} readings under load, {100 * missing:.1f} % of the time missing"
         if status != "pass":
-            message += (
-                f", longest hole from {when(run, int(edges[int(gaps.argmax())]))} for {gaps.max() / SECOND:.0f} s"
-            )
+            i = int(gaps.argmax())
+            message += f", longest hole from {when(run, int(edges[i]))} for {gaps.max() / SECOND:.0f} s"
+            message += _why(run, int(edges[i]), int(edges[i + 1]))
         findings.append(_finding(status, message, monitor, missing, options, len(stamps)))
     return findings
+
+
+def _why(run: Run, since_ns: int, until_ns: int) -> str:
+    """What the clocks say of a hole: whether the host slept, or the lane got no time while the host went on."""
+    kinds = {
+        gap.kind
+        for seen in clocks(run).values()
+        for before, after in pairwise(seen)
+        if before.mono_ns < until_ns and after.mono_ns > since_ns
+        for gap in clock.between(before, after, SECOND)
+    }
+    words = {"suspend": "the host slept", "reboot": "the host booted anew", "starved": "a lane was starved"}
+    said = [text for kind, text in words.items() if kind in kinds]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _clocks(run: Run) -> list[Finding]:
+    """A host that slept, and a wall clock that was set, while the run went on: said once, by the first lane that
+    saw it. No duration of ours is of the wall's clock, so neither is more than a warning."""
+    begin, found = start_ns(run), []
+    for lane, seen in sorted(clocks(run).items()):
+        for before, after in pairwise(seen):
+            for gap in clock.between(before, after, SECOND):
+                if gap.kind not in ("suspend", "clock_step") or gap.seconds is None or after.mono_ns < begin:
+                    continue
+                what = f"the host slept for {gap.seconds:.1f} s"
+                if gap.kind == "clock_step":
+                    what = (
+                        f"the wall clock was set by {gap.seconds:+.1f} s: match logs of the wall's time on both sides"
+                    )
+                found.append(
+                    Finding(
+                        "blind", "measurement", "warn", f"at {when(run, after.mono_ns)} {what}", gap.kind, gap.seconds,
+                        None, "s", None, f"samples: clock ({lane} lane)", after.mono_ns, gap.kind,
+                    )
+                )  # fmt: skip
+        if found:
+            break
+    return found
+
+
+def _period_ns(run: Run, monitor: str) -> float:
+    """How often a monitor looks, as the scenario or its file says; where that file is not here: a second."""
+    try:
+        period_s = plugins.load("monitors", monitor).PERIOD_S
+    except UserError:
+        period_s = 1.0
+    own = (run.scenario.monitors.get(monitor) or {}).get("period_s", period_s)
+    return float(own) * SECOND if isinstance(own, int | float) else float(period_s) * SECOND
 
 
 def _ticks(run: Run, monitor: str, span: tuple[int, int]) -> Ints:
@@ -132,7 +185,7 @@ def _damage(run: Run) -> list[Finding]:
         pass  # damage is counted while reading
     found = {what: count for what, count in sorted(run.damage.items()) if count}
     for record in run.journal:
-        if record["event"] in ("records_lost", "recorder_failed"):
+        if record["event"] in ("records_lost", "records_failed", "recorder_failed"):
             found[str(record["event"])] = found.get(str(record["event"]), 0) + int(record.get("n", 1))
     if not found:
         return [Finding("blind", "measurement", "pass", "all records readable", "records", 0, 0, "records")]

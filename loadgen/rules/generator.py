@@ -183,6 +183,8 @@ def _requests(run: Run, options: Options) -> Iterator[Finding]:
         yield from _missing("seats", "no requests were measured at a known concurrency")
     elif failed / n > FAILED_SHARE:
         yield from _missing("seats", f"{failed} of {n} requests failed, seats waited for the server")
+    elif run.events("guard"):
+        yield from _missing("seats", "a guard kept them empty")
     elif lost := lost_shards(run):
         yield from _missing("seats", f"those of lost shard {', '.join(map(str, lost))} stayed empty")
     else:

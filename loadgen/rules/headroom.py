@@ -98,7 +98,10 @@ def check(run: Run, options: Options) -> list[Finding]:
 
 
 def _baseline(run: Run, options: Options) -> float:
-    """5th percentile of MemAvailable before load began, at most a minute of it, else over the run's first minute."""
+    """The guard's, where one stood: 5th percentile of MemAvailable of the idle server. Else that of at most a minute
+    before the load began, or over the run's first minute where that was too short."""
+    if learnt := happenings(run, "guard", "baseline"):
+        return learnt[0].last
     available = readings(run, "host", "mem_available_bytes", None)
     begin = int(available.at_ns[0])
     idle_end = min(begin + options.baseline * SECOND, loaded(run)[0].start_ns)

@@ -36,18 +36,20 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """By what a victim is known to be the server's: pids of its tree, its containers, its own cgroups; and which of the
-    pids answer for it (listener, a container's first process)."""
+    """By what a victim is known to be the server's: pids of its tree, its containers, its own cgroups, its units; and
+    which of the pids answer for it (listener, a container's first process)."""
 
     pids: frozenset[str]
     mains: frozenset[str]
     containers: frozenset[str]
     cgroups: frozenset[str]
+    units: frozenset[str]
 
     def owns(self, kill: Digest) -> bool:
-        path = kill.labels.get("task_memcg") or ""
+        path = kill.labels.get("task_memcg") or kill.labels.get("cgroup") or ""  # systemd-oomd kills a whole cgroup
         return (
             kill.labels.get("pid") in self.pids
+            or kill.labels.get("unit") in self.units
             or any(container in path for container in self.containers)
             or any(f"{path}/".startswith(f"{own}/") for own in self.cgroups)
         )
@@ -115,6 +117,7 @@ def _server(run: Run) -> Server:
     mains: set[str] = set()
     containers: set[str] = set()
     cgroups: set[str] = set()
+    units: set[str] = set()
     said = [d for monitor in ("cgroup", "docker", "systemd") for d in run.digests(monitor, "observed")]
     said += [*happenings(run, "cgroup", "cgroup_new"), *happenings(run, "docker", "started", "restarted")]
     for source in (run.digests("process"), said):
@@ -124,12 +127,13 @@ def _server(run: Run) -> Server:
                 mains.add(pid)
             pids.add(pid)
             containers.add(d.labels.get("container", ""))
+            units.add(d.labels.get("unit", ""))
             if "shared" not in d.labels:
                 cgroups.add(d.labels.get("cgroup", ""))
     for monitor in ("docker", "systemd"):  # the first process is another one after a restart
         mains |= {str(int(pid)) for pid in readings(run, monitor, "main_pid", None).last.tolist()}
     nothing = {"", "/"}
-    return Server(*(frozenset(found - nothing) for found in (pids | mains, mains, containers, cgroups)))
+    return Server(*(frozenset(found - nothing) for found in (pids | mains, mains, containers, cgroups, units)))
 
 
 def _engine(run: Run) -> list[Engine]:
@@ -196,7 +200,9 @@ def _kill(
 ) -> Finding:
     ours = server.owns(kill)
     whole_host = kill.metric in WHOLE_HOST
+    whole = kill.labels.get("unit") or kill.labels.get("cgroup")
     who = f"pid {kill.labels.get('pid', '?')} ({kill.labels.get('comm', '?')})"
+    who = f"all of {whole}" if whole and "pid" not in kill.labels else who
     killer = {"userspace_oom_kill": "a user-space OOM daemon", "oom_kill_memcg": "its memory cgroup"}.get(kill.metric)
     message = f"at {when(run, kill.at_ns)} {killer or 'the out-of-memory host'} killed {who}, "
     scope = "" if ours else "foreign"
