@@ -27,9 +27,10 @@ SMALLER = [
         "classes.generate.options.max_tokens=16",
         "phases.functional.count=1",
         "phases.warmup.duration=5s",
-        "require=[errors, grades, oom, restart, hung]",
-        # these would judge whatever else runs on a CI box in these 30 s
-        "skip_rules=[drift, retention]",
+        "require=[errors, oom, restart, hung]",
+        # these would judge whatever else runs on a CI box in these 30 s, and a model of 135M parameters that is right
+        # once by luck (each run draws a salt of its own) and wrong the next three times
+        "skip_rules=[drift, retention, grades]",
         "rules={generator: {loop_lag_ms: 5000, send_lag_ms: 5000, inexact_share: 0.5, cpu_for: 60s},"
         " blind: {fail_share: 0.5}}",
     )
