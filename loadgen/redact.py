@@ -22,9 +22,11 @@ SECRET = frozenset({
     "key", "keys", "keyfile", "apikey", "token", "secret", "secrets", "password", "passwd", "passphrase", "pass",
     "auth", "authorization", "bearer", "cookie", "credential", "credentials", "cred", "creds", "hft",
 })  # fmt: skip
+# …and what such a part may end with where a name runs words together (accesskey, HFTOKEN, PGPASSWORD).
+SECRET_ENDS = ("key", "keys", "token", "secret", "secrets", "password", "passwd", "credential", "credentials")
 WHERE = frozenset({
     "host", "hosts", "hostname", "addr", "address", "ip", "ips", "master", "endpoint", "url", "uri", "node", "nodes",
-    "server", "dsn", "proxy",
+    "server", "dsn", "proxy", "rpc", "peer", "peers",
 })  # fmt: skip
 # …but not these: what a number counts is no secret.
 PLURAL = frozenset({"tokens"})
@@ -43,16 +45,19 @@ _URL = re.compile(r"\b[a-zA-Z][\w+.-]*://\S+")
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
 _IPV6 = re.compile(r"(?<![\w:.])[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:.]*(?![\w:])")
 _MAC = re.compile(r"\b(?:[0-9a-f]{2}:){5}[0-9a-f]{2}\b", re.IGNORECASE)
-_PATH = re.compile(r"(?<![\w…/.:])(?:~|\.{1,2})?/(?:[^\s/\"',:;]+/)*([^\s/\"',:;]*)")
+_PATH = re.compile(r"(?<![\w…/.])(?:~|\.{1,2})?/(?:[^\s/\"',:;]+/)*([^\s/\"',:;]*)")
 _DEEP = re.compile(r"(?<![\w…/])(?:[\w.+-]+/){2,}([\w.+-]+)")
 _HOME = re.compile(r"(?<!\w)(?:/home|/Users|/root)(?:/[^\s/\"',:;]+)?(?=$|[\s\"',:;])")
 _TOKENS = (
     re.compile(r"(?i)\b(?:bearer|basic)\s+[\w.~+/=-]{4,}"),
     re.compile(
-        r"\b(?:sk|pk|rk|nvapi|gsk|xox[abps])-[\w-]{8,}|\b(?:hf|gh[opsur]|glpat|github_pat)[_-]\w{8,}|\bAKIA\w{12,}"
+        # 16 after hf_: a token has 34, and `--hf_overrides` is a flag
+        r"\b(?:sk|pk|rk|nvapi|gsk|xox[abps])-[\w-]{8,}|\bhf_\w{16,}|\b(?:gh[opsur]|glpat|github_pat)[_-]\w{8,}|"
+        r"\bAKIA\w{12,}"
     ),
     re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"),
     re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b"),
+    re.compile(r"(?<![\w./+-])[\w.+-]+@[\w-]+"),  # a user of a machine without a domain; org/model@revision is none
 )
 # name = value, name: value, "name": "value" anywhere in a word
 _PAIR = re.compile(r"""([A-Za-z][\w.-]*)(["']?\s*[=:]\s*["']?)([^\s"',;})\]]+)""")
@@ -147,7 +152,9 @@ def _says(name: str, parts: frozenset[str]) -> bool:
     """Whether a name has one of these among its parts: --hf-token, HF_TOKEN, apiKey, x-api-key."""
     split = re.sub(r"([a-z])([A-Z])", r"\1-\2", name)
     found = {part for part in re.split(r"[^A-Za-z0-9]+", split.lower()) if part}
-    return bool(found & parts) or (parts is SECRET and bool(found & PLURAL))
+    if parts is not SECRET:
+        return bool(found & parts)
+    return bool(found & (SECRET | PLURAL)) or any(part.endswith(SECRET_ENDS) for part in found)
 
 
 def _plural(name: str) -> bool:

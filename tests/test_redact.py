@@ -21,6 +21,9 @@ KEY = "zebra-9f8e7d6c5b4a"
         [f"http://user:{KEY}@127.0.0.1:8000/v1"], [f"bash -c 'export HF_TOKEN={KEY}; vllm serve m --api-key {KEY}'"],
         [f"sh -c \"sh -c 'x --token {KEY}'\""], ["--otlp", f"https://{KEY}.example.org/x"],
         ["--extra", f"password: {KEY}"],
+        # two words in one
+        ["--accesskey", KEY], ["--authtoken", KEY], ["--HFTOKEN", KEY], ["--apikeys", KEY], [f"--secretkey={KEY}"],
+        ["-e", f"PGPASSWORD={KEY}"], [f"export VLLM_APITOKEN={KEY}; vllm serve m"],
     ],
 )  # fmt: skip
 def test_key_is_hidden_however_it_was_given(words: list[str]) -> None:
@@ -46,6 +49,20 @@ def test_address_is_hidden_after_a_flag_that_names_a_place(word: str, hidden: st
     assert hidden not in " ".join(redact.words(["server", "--dist-init-addr", word, f"--host={word}", "--port", "1"]))
 
 
+@pytest.mark.parametrize("word", ["spark-7:50052", "spark-7:50052,spark-8:50052"])
+def test_machines_that_compute_for_llama_cpp_are_hidden(word: str) -> None:
+    assert redact.words(["llama-server", "--rpc", word]) == ["llama-server", "--rpc", "…:50052"]
+
+
+@pytest.mark.parametrize(
+    "word", ["alice@spark-7", "--peer=alice@spark-7", "alice@spark-7.lan", "scp alice@spark-7:x y"]
+)
+def test_user_of_a_machine_is_hidden(word: str) -> None:
+    said = " ".join(redact.words(["server", word]))
+    assert "alice" not in said
+    assert "spark" not in said
+
+
 @pytest.mark.parametrize("word", ["--rpc 10.1.2.3:50052", "--peer fe80::1ff:fe23:4567:890a", "--mac 00:1a:2b:3c:4d:5e"])
 def test_number_of_a_machine_is_hidden_after_any_flag(word: str) -> None:
     assert word.split()[1] not in " ".join(redact.words(["server", *word.split()]))
@@ -66,11 +83,20 @@ def test_home_folder_leaves_no_name(home: str) -> None:
     assert "alice" not in " ".join(redact.words(["server", "--download-dir", home, f"--cache={home}"]))
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("/srv/a/m:/home/alice/m", "…/m:…/m"), ("name:/home/alice/lora", "name:…/lora"), ("x:~/y/z", "x:…/z")],
+)
+def test_each_path_of_a_list_keeps_its_last_part_alone(word: str, said: str) -> None:
+    assert redact.words(["server", "-v", word, f"--mount={word}"]) == ["server", "-v", said, f"--mount={said}"]
+    assert redact.settings([f"LD_PRELOAD={word}"]) == {"LD_PRELOAD": said}
+
+
 def test_what_explains_a_result_is_kept() -> None:
     line = (
         "vllm serve org/Model-7B-Instruct-FP8 --port 8000 --host 0.0.0.0 --max-num-batched-tokens 8192 "
         "--max-model-len 262144 --gpu-memory-utilization 0.85 --tokenizer-mode auto --trust-remote-code "
-        "--kv-cache-dtype fp8 -ngl -1 -ts 1,2 "
+        "--kv-cache-dtype fp8 -ngl -1 -ts 1,2 --hf-overrides {} --hf_overrides {} --draft org/Model@main "
         "--revision 0123456789abcdef0123456789abcdef01234567 --override-kv a=int:3"
     )
     assert " ".join(redact.words(line.split())) == line
