@@ -5,6 +5,9 @@ the samples, it reads no clock and no file, so a recorded death is replayed in a
 fast lane, which has the memory ten times a second and survives longest. Standard library only. Until it is armed it
 learns what MemAvailable is while the server idles (the baseline B); it judges nothing then.
 
+A server that went away and boots again takes far more memory than when it serves, with driver lines that mean nothing:
+a normal start has been seen to dip to 10 GiB of 121.7. Until it has answered again nothing but a warning is said.
+
 Floors are relative, for absolute ones do not port between machines: 6 GiB killed healthy servers, and some serve for
 days at 1.5 GiB of 121.7. `lines` turns B into the three floors.
 """
@@ -92,6 +95,7 @@ class Guard:
         self._refused: tuple[int, str] | None = None
         self._restarts: list[int] = []
         self._looping = False
+        self._boot_ns: int | None = None
         self._below_ns: int | None = None
         self._bad_ns: int | None = None
         self._good_ns: int | None = None
@@ -128,6 +132,9 @@ class Guard:
                 self._refused = (sample.at_ns, sample.text or "")
             elif sample.monitor == "process" and sample.metric == "restart":
                 back = sample
+                self._boot_ns = sample.at_ns
+            elif (sample.monitor, sample.metric, sample.labels.get("role")) == ("process", "process_gone", "listener"):
+                self._boot_ns = sample.at_ns
         if back is not None and self.lines is not None and (looping := self._restarted(back)) is not None:
             return looping
         if memory is None:
@@ -137,6 +144,12 @@ class Guard:
             return None
         _keep(self._memory, memory, self.options.slope_over)
         return self._judge(memory.at_ns, memory.value, self.lines)
+
+    def served(self, at_ns: int) -> None:
+        """The server gave a good answer at this moment: a boot that began before is over, and time under a floor counts
+        from now on."""
+        if self._boot_ns is not None and at_ns > self._boot_ns:
+            self._boot_ns = self._below_ns = self._bad_ns = None
 
     def _judge(self, now: int, available: float, at: Lines) -> Decision | None:
         before = self.level
@@ -160,17 +173,21 @@ class Guard:
             return None
         if before == "stop":
             if self._bad_ns is not None and now - self._bad_ns >= self.options.abort_after * S:
-                if sign := self._second_sign(now):
+                if self._boot_ns is None and (sign := self._second_sign(now)):
                     why = f"MemAvailable {_gib(available)} for {(now - self._bad_ns) / S:.1f} s, and {sign}"
                     return self._enter("abort", now, why, available)
             elif self._good_ns is not None and now - self._good_ns >= self.options.release_after * S:
                 why = f"MemAvailable {_gib(available)} for {self.options.release_after:g} s"
                 return self._enter("calm", now, why, available)
             return None
-        if self._below_ns is not None and now - self._below_ns >= self.options.stop_for * S:
+        if self._boot_ns is not None:
+            if before == "calm" and (available < at.warn or falling is not None):
+                why = f"MemAvailable {_gib(available)} while the server boots, which is recorded only"
+                return self._enter("warn", now, why, available)
+        elif self._below_ns is not None and now - self._below_ns >= self.options.stop_for * S:
             why = f"MemAvailable {_gib(available)} is below {_gib(at.stop)} for {self.options.stop_for:g} s"
             return self._enter("stop", now, why, available)
-        if falling is not None:
+        elif falling is not None:
             return self._enter("stop", now, falling, available)
         if before == "calm" and available < at.warn:
             return self._enter("warn", now, f"MemAvailable {_gib(available)} is below {_gib(at.warn)}", available)
@@ -187,8 +204,9 @@ class Guard:
             return None
         self._looping = True
         stop = "stop whatever starts it again"
-        if container := sample.labels.get("container"):
-            stop = f"`docker stop {container[:12]}` ends it"
+        container, engine = sample.labels.get("container"), sample.labels.get("engine", "docker")
+        if container and engine in ("docker", "podman"):
+            stop = f"`{engine} stop {container[:12]}` ends it"
         elif unit := sample.labels.get("unit"):
             stop = f"`systemctl stop {unit}` ends it"
         times = f"{len(self._restarts)} times within {self.options.loop_within / 60:g} minutes"

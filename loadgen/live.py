@@ -75,6 +75,7 @@ class Progress:
     high: dict[str, float] = field(default_factory=dict)
     events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=EVENTS_SHOWN))
     last_done_ns: int | None = None
+    last_ok_ns: int | None = None
     ended: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
     # What each shard has, added up for the eye: seats by shard, requests in flight by class ("" is all) and shard.
@@ -121,6 +122,7 @@ class Progress:
         if record["outcome"] != "ok":
             return
         about.done += 1
+        self.last_ok_ns = max(self.last_ok_ns or 0, at)
         grade = record.get("grade")
         if grade is not None and not grade["ok"]:
             about.wrong += 1

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -31,10 +32,15 @@ from loadgen.live import Progress
 from loadgen.record import Journal, write_json, write_text
 from loadgen.rules import on_this_host
 from loadgen.types import Guards, Json, Lane, Scenario, Target, UserError, Verdict
+from monitors import server
 
 # What the fast lane is told when the load begins.
 ARM = b"load\n"
 LANES: tuple[Lane, ...] = ("fast", "gpu", "slow")
+# How often the guard is told when the server last answered well: what ends the boot of a server that began anew.
+SERVED_EVERY_NS = 1_000_000_000
+# What the user's command to stop a server may still take when the run is over: containers are killed after 10 s.
+STOP_COMMAND_S = 30.0
 # The monitors of a scenario that names none.
 DEFAULT_MONITORS = ("host", "process", "cgroup", "kernel", "nvidia", "engine", "disk")
 # How often the view looks and children are polled.
@@ -156,10 +162,17 @@ class _Guard:
         self.held_ns: int | None = None
         self.ended = False
         self.stopping: subprocess.Popen[bytes] | None = None
+        self.told_ns = 0
 
     def arm(self) -> None:
         """The load begins: what memory was until now is its baseline."""
         self.talk.tell(ARM)
+
+    def served(self, at_ns: int | None) -> None:
+        """The server last gave a good answer then."""
+        if at_ns is not None and at_ns - self.told_ns > SERVED_EVERY_NS:
+            self.told_ns = at_ns
+            self.talk.tell(b"served %d\n" % at_ns)
 
     def wait(self, seconds: float) -> None:
         """Until the next look, or until the lane says something."""
@@ -180,6 +193,8 @@ class _Guard:
     def close(self) -> None:
         self.talk.close()
         if self.stopping is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.stopping.wait(STOP_COMMAND_S)
             self.journal.event("guard_stop_command", pid=self.stopping.pid, rc=self.stopping.poll())
 
     def _enter(self, level: Level, why: str, said: Json, shards: Sequence[Shard]) -> None:
@@ -416,7 +431,16 @@ def _attend(
 def _is_guarded(scene: Scenario) -> bool:
     """A guard watches the host on which the server runs, or none."""
     urls = scene.target.urls or (scene.target.url,)
-    return scene.guards.enabled and "host" in scene.monitors and any(map(on_this_host, urls))
+    return scene.guards.enabled and "host" in scene.monitors and any(map(_is_ours, urls))
+
+
+def _is_ours(url: str) -> bool:
+    """Whether a server of this machine is meant: by loopback, by a socket of its file system, by one of its own
+    addresses."""
+    if on_this_host(url) or "unix://" in url:
+        return True
+    host = urlsplit(url).hostname
+    return host is not None and server.is_here(host)
 
 
 def _idle_s(scene: Scenario) -> float:
@@ -477,6 +501,8 @@ def _watch(
         if guard is not None:
             guard.attend([shard for shard in shards if shard.number not in exits])
         progress.look()
+        if guard is not None:
+            guard.served(progress.last_ok_ns)
         view.show(progress)
         for shard in shards:
             if shard.number in exits:

@@ -20,6 +20,8 @@ from loadgen.types import Lane, Sample, Seconds
 LANE: Lane = "fast"
 PERIOD_S = 0.1
 SLOW_EVERY_NS = 1_000_000_000  # buddyinfo, stat and loadavg change slowly (loadavg every 5 s): once a second
+# Nodes with memory that are watched; a machine of eight GPUs whose memory is the host's as well has ten.
+MAX_NODES = 16
 READ_BYTES = 1 << 18  # the largest file here is /proc/stat: 20 KiB at 128 cores plus 6 bytes an interrupt line
 
 MEMINFO = {
@@ -47,6 +49,16 @@ MEMINFO = {
     "CmaFree": "cma_free_bytes",
     "NvMapMemUsed": "nvmap_used_bytes",
 }
+# Of /sys/devices/system/node/node*/meminfo, where several nodes have memory. There is no MemAvailable of a node.
+NODE = {
+    "MemTotal": "node_total_bytes",
+    "MemFree": "node_free_bytes",
+    "MemUsed": "node_used_bytes",
+    "FilePages": "node_file_bytes",
+    "AnonPages": "node_anon_bytes",
+    "SUnreclaim": "node_slab_unreclaimable_bytes",
+}
+
 # What neither the page lists nor the kernel's own tables hold: on unified memory, what the GPU driver took. 1.1 GiB on
 # an idle GB10, 77 to 90 GiB with a model loaded (vllm-project/vllm#56457, where the formula comes from).
 RESIDUAL = ("MemFree", "Active", "Inactive", "Slab", "PageTables", "Unevictable")
@@ -94,6 +106,7 @@ _MEMINFO_LINE = re.compile(
     rb"^(" + b"|".join(re.escape(k.encode()) for k in {**MEMINFO, **dict.fromkeys(RESIDUAL)}) + rb"): +(\d+)",
     re.MULTILINE,
 )
+_NODE_LINE = re.compile(rb"^Node \d+ (" + b"|".join(key.encode() for key in NODE) + rb"): +(\d+)", re.MULTILINE)
 _VMSTAT_LINE = re.compile(
     rb"^("
     + b"|".join(re.escape(k.encode()).replace(rb"\*", rb"\w+") for k in (*VMSTAT_RATES, *VMSTAT_TOTALS))
@@ -118,6 +131,11 @@ class Options:
 def meminfo(data: bytes) -> dict[str, int]:
     """/proc/meminfo in bytes, under the kernel's names. Keys that this kernel lacks are not there."""
     return {key.decode(): int(value) * 1024 for key, value in _MEMINFO_LINE.findall(data)}
+
+
+def node_meminfo(data: bytes) -> dict[str, float]:
+    """A node's meminfo in bytes, under our names."""
+    return {NODE[key.decode()]: float(value) * 1024 for key, value in _NODE_LINE.findall(data)}
 
 
 def residual(memory: dict[str, int]) -> int | None:
@@ -180,6 +198,19 @@ def opened(root: Path) -> dict[str, int]:
     return fds
 
 
+def nodes(root: Path) -> dict[str, Path]:
+    """The meminfo of each NUMA node that has memory, by its number; empty where one node has all. Where a GPU's memory
+    is the host's as well (GH200, GB200) that memory is a node: what fills it is in no other figure of the host."""
+    found: dict[int, Path] = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*/meminfo"):
+        try:
+            if node_meminfo(path.read_bytes()).get("node_total_bytes"):
+                found[int(path.parent.name.removeprefix("node"))] = path
+        except (OSError, ValueError):
+            continue  # a node that went offline, or one that is none
+    return {str(number): found[number] for number in sorted(found)[:MAX_NODES]} if len(found) > 1 else {}
+
+
 def watch(options: Options) -> Iterator[list[Sample]]:
     """Samples of one tick: stocks as they stand, rates over the time since the last tick."""
     root = Path(options.root)
@@ -187,6 +218,7 @@ def watch(options: Options) -> Iterator[list[Sample]]:
     buffer = bytearray(READ_BYTES)
     view = memoryview(buffer)
     fds = opened(root)
+    several = nodes(root)
 
     def read(name: str) -> bytes:
         if fixture:  # a simulated machine replaces its files: a kept descriptor would read the old one for ever
@@ -236,6 +268,8 @@ def watch(options: Options) -> Iterator[list[Sample]]:
                 cpu = cpu_now
 
             samples = [Sample("host", metric, value, now) for metric, value in values.items()]
+            if slow_ns == now:
+                samples += of_nodes(several, now)
             if seeing != bool(memory):
                 seeing = bool(memory)
                 samples.insert(0, observed(memory, seen, root, now))
@@ -269,6 +303,18 @@ def rates(before: dict[str, int], now: dict[str, int], elapsed_ns: int) -> dict[
             # the kernel books a stall when it ends or is asked: a short tick may be given more than its own length
             out[f"{key}_percent"] = min(100.0, (total_us - before[key]) * 1e5 / elapsed_ns)
     return out
+
+
+def of_nodes(several: dict[str, Path], now: int) -> list[Sample]:
+    """Figures of each node. Opened anew each second: a node may go offline, and 25 µs a node are little."""
+    samples: list[Sample] = []
+    for number, path in several.items():
+        try:
+            values = node_meminfo(path.read_bytes())
+        except OSError:
+            continue
+        samples += [Sample("host", metric, value, now, {"node": number}) for metric, value in values.items()]
+    return samples
 
 
 def slowly(

@@ -7,8 +7,8 @@ minutes, *slow* waits for other people's HTTP. A monitor that raises is named in
 number of times, then switched off; its neighbours never notice.
 
 The fast lane carries the guard (`loadgen.guard`) where CONFIG_JSON has `guards`: its standard input says `load` when
-the load begins, its standard output says a line of JSON for each level that the load must heed, after the reason was
-written and synced.
+the load begins and `served NS` when the server last gave a good answer, its standard output says a line of JSON for
+each level that the load must heed, after the reason was written and synced.
 
 CONFIG_JSON is `{"monitors": {"host": {...options}}, "root": "/", "target_url": "http://…", "headers_env": "NAME"}`.
 Every key besides `monitors` is offered to each monitor whose Options has a field of that name. Secrets stay out of it:
@@ -22,6 +22,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -50,6 +51,8 @@ MAX_NAP_S = 0.2  # how long a stop signal or the parent's death may go unnoticed
 SLOW_TICK_LIMIT_S = 10.0  # a slow-lane monitor that takes longer hangs; each has shorter limits of its own
 CLOSE_LIMIT_S = 1.0  # what a slow-lane monitor may take to clean up
 
+# When the server last gave a good answer. A line that two reads tear apart is lost: another follows within a second.
+SERVED = re.compile(rb"^served (\d+)$", re.MULTILINE)
 # A guard's reason is on the disk before it acts; but a disk that hangs, as it does on a dying host, holds up no guard.
 REASON_SYNC_S = 0.2
 HEAR_BYTES = 4096
@@ -268,8 +271,11 @@ def guarded(
     said; near a guard every reading is kept."""
 
     def write(samples: list[Sample]) -> None:
-        if heard() and (baseline := guard.arm(now_ns())) is not None:
-            writer.write([baseline])
+        if told := heard():
+            if (baseline := guard.arm(now_ns())) is not None:
+                writer.write([baseline])
+            for served in SERVED.findall(told):
+                guard.served(int(served))
         decision = guard.look(samples)
         writer.near_guard(guard.level != "calm")
         writer.write(samples)

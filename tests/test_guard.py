@@ -168,6 +168,51 @@ def test_a_server_that_comes_back_twice_in_ten_minutes_is_let_be_for_good() -> N
     assert not list(played(guard, lambda t: 20.0, 60)), "plenty of memory releases nothing"
 
 
+def test_a_loop_of_a_podman_container_names_podman_and_of_a_pod_neither() -> None:
+    for engine, said in (("podman", "`podman stop c0ffeec0ffee`"), ("kubernetes", "stop whatever starts it again")):
+        guard = armed(20.0)
+        again = [guard.look([came_back(at_s, container="c0ffee" * 10, engine=engine)]) for at_s in (100, 200)]
+        assert again[1] is not None
+        assert said in again[1].why
+
+
+def went_away(at_s: float, role: str = "listener") -> Sample:
+    return Sample("process", "process_gone", 1.0, round(at_s * S), {"role": role}, "is gone")
+
+
+def driver_line(t: float) -> Sample:
+    return Sample("kernel", "nv_no_memory", 1.0, round(t * S), {}, "NVRM: Out of memory [NV_ERR_NO_MEMORY]")
+
+
+def test_a_server_that_boots_again_is_only_recorded_until_it_has_answered() -> None:
+    # a normal start dips far below what it leaves when it serves, with driver lines that mean nothing
+    guard = armed(30.0)
+    guard.look([went_away(1.5)])
+    said = list(played(guard, lambda t: 2.0, 30, stalled(40.0), driver_line))
+    assert [d.level for d in said] == ["warn"]
+    assert "boots" in said[0].why
+    guard.served(round(1.4 * S))  # an answer from before
+    assert list(played(guard, lambda t: 2.0, 30, stalled(40.0))) == []
+    guard.served(33 * S)
+    later = list(played(guard, lambda t: 2.0, 30, stalled(40.0)))
+    assert [d.level for d in later] == ["stop", "abort"]
+
+
+def test_a_member_of_the_tree_that_ends_is_no_boot() -> None:
+    guard = armed(30.0)
+    guard.look([went_away(1.5, role="member")])
+    assert [d.level for d in played(guard, lambda t: 2.0, 2)] == ["warn", "stop"]
+
+
+def test_a_held_load_is_not_cut_while_the_server_boots_and_goes_on_when_memory_is_back() -> None:
+    guard = armed(30.0)
+    held = list(played(guard, lambda t: 2.0, 1))
+    assert held[-1].level == "stop"
+    guard.look([went_away(3)])
+    assert list(played(guard, lambda t: 2.0, 20, stalled(40.0))) == []
+    assert [d.level for d in played(guard, lambda t: 28.0, 20)] == ["calm"]
+
+
 def test_restarts_far_apart_or_of_an_idle_server_are_no_loop() -> None:
     guard = armed(20.0)
     assert [guard.look([came_back(at_s)]) for at_s in (100, 701, 1302)] == [None] * 3
@@ -221,6 +266,24 @@ def test_the_reason_stands_in_the_file_before_the_guard_says_it(tmp_path: Path) 
     assert json.loads(line)["synced"]
     assert '"metric":"baseline"' in path.read_text()
     assert near >= 19, "every reading is kept near a guard"
+
+
+def test_what_the_supervisor_heard_of_the_server_ends_its_boot_in_the_lane(tmp_path: Path) -> None:
+    said: list[bytes] = []
+    words = iter([b""] * 5 + [b"load\n"] + [b""] * 20 + [b"served 2100000000\nserved 4", b"served 4500000000\n"])
+    writer = SampleWriter(tmp_path, "fast")
+    write = lane.guarded(writer, Guard(Guards()), lambda: next(words, b""), said.append, lambda: 2 * S)
+    at_words = []
+    for tick in range(45):
+        write([reading("mem_available_bytes", (20 if tick < 7 else 2) * GIB, 2 + tick * TICK_S)])
+        if tick == 6:
+            write([went_away(2.6)])
+        at_words.append(len(said))
+    writer.close()
+    # the word at 4.5 s comes with the 27th line that is heard; half a second below the floor from then on
+    assert at_words[25] == 0, "nothing is held while the server boots"
+    assert json.loads(said[0])["guard"] == "stop"
+    assert "boots" in (tmp_path / "samples-fast.jsonl").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

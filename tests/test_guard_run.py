@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from loadgen import scenario, supervise
 from loadgen.record import Run
 
 SCENE = """\
@@ -73,7 +78,7 @@ def test_requests_are_cut_when_the_host_stalls_as_well(tmp_path: Path) -> None:
         "restart_after: 5s}]\n"
     )
     stop = f", stop_command: [touch, {tmp_path / 'stopped'}]"
-    code, said, found = run(tmp_path, wedge, more=stop, cls="generate", tokens=4000)
+    code, said, found = run(tmp_path, wedge, more=stop, cls="generate", tokens=40_000)  # 40 s each: seats keep step
     assert code in (1, 2), said
     assert [r["word"] for r in found.events("guard")][-1] == "abort", said
     cut = [o for o in found.outcomes() if o.outcome == "incomplete"]
@@ -90,3 +95,25 @@ def test_with_no_guard_the_load_goes_on(tmp_path: Path) -> None:
     assert not found.events("guard")
     assert not list(found.digests("guard"))
     assert found.events("run_end")[0]["reason"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("url", "guarded"),
+    [("http://127.0.0.1:8000", True), ("http+unix://%2Ftmp%2Fs.sock", True), ("unix:///tmp/s.sock", True),
+     ("http://[::1]:8000", True), ("http://192.0.2.1:8000", False)],
+)  # fmt: skip
+def test_a_guard_stands_where_the_server_is_on_this_machine(url: str, guarded: bool) -> None:
+    scene = scenario.load("smoke", [f"target.url={url}"])
+    scene = replace(scene, monitors={"host": {}})
+    assert supervise._is_guarded(scene) is guarded
+    assert not supervise._is_guarded(replace(scene, guards=replace(scene.guards, enabled=False)))
+
+
+def test_an_own_address_that_is_no_loopback_is_this_machine() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
+        except OSError:
+            pytest.skip("no address but loopback")
+        own = probe.getsockname()[0]
+    assert supervise._is_ours(f"http://{own}:8000")

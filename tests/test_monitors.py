@@ -209,6 +209,37 @@ def test_driver_residual_is_what_the_kernels_books_do_not_explain(tmp_path: Path
     assert value(samples, "cma_free_bytes") == 7 * 1024
 
 
+def numa(root: Path, sizes: dict[int, int]) -> None:
+    for node, kib in sizes.items():
+        folder = root / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        text = f"MemTotal: {kib} kB\nNode {node} MemFree: {kib // 4} kB\nNode {node} MemUsed: {kib - kib // 4} kB\n"
+        (folder / "meminfo").write_text(
+            f"Node {node} {text}Node {node} FilePages: 8 kB\nNode {node} AnonPages: 16 kB\n"
+        )
+
+
+def node_samples(root: Path) -> list[Sample]:
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 500 kB\n")
+    return [s for s in next(host.watch(host.Options(root=str(root)))) if s.metric.startswith("node_")]
+
+
+def test_each_node_with_memory_has_figures_where_there_are_several(tmp_path: Path) -> None:
+    # GH200: the CPU's memory is node 0, the GPU's node 1; nodes 2 to 8 are kept for its partitions and empty
+    numa(tmp_path, {0: 480 << 20, 1: 96 << 20, **dict.fromkeys(range(2, 9), 0)})
+    found = {(s.labels["node"], s.metric): s.value for s in node_samples(tmp_path)}
+    assert {node for node, _ in found} == {"0", "1"}
+    assert found["1", "node_total_bytes"] == 96 << 30
+    assert found["1", "node_free_bytes"] == 24 << 30
+    assert found["1", "node_used_bytes"] == 72 << 30
+
+
+def test_machine_whose_memory_is_one_node_has_no_figures_of_nodes(tmp_path: Path) -> None:
+    numa(tmp_path, {0: 1000, 1: 0})
+    assert node_samples(tmp_path) == []
+
+
 def test_file_that_a_simulated_machine_replaces_is_read_anew(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/meminfo": meminfo({"MemTotal": 9, "MemFree": 5})})
 
