@@ -60,6 +60,7 @@ def read(nvml: Any = None) -> Json:
             ctypes.CDLL(LIBRARY)
             nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
     except Exception as error:  # an import error, a missing library, a driver in any state: all mean "cannot see"
         missing = isinstance(error, OSError)
         why = "there is no NVIDIA driver on this machine" if missing else " ".join(str(error).split())
@@ -67,9 +68,6 @@ def read(nvml: Any = None) -> Json:
     found: Json = {}
     put(found, "driver", lambda: words(nvml.nvmlSystemGetDriverVersion()))
     put(found, "cuda", lambda: cuda(nvml.nvmlSystemGetCudaDriverVersion_v2()))
-    count = 0
-    with contextlib.suppress(Exception):
-        count = nvml.nvmlDeviceGetCount()
     found["gpus"] = [device(nvml, index) for index in range(count)]
     return found
 
@@ -101,11 +99,14 @@ def device(nvml: Any, index: int) -> Json:
 
 
 def put(into: Json, name: str, call: Callable[[], Any]) -> None:
-    """One figure, if the driver has it: not supported, no permission and an older binding all leave it out."""
-    with contextlib.suppress(Exception):
+    """One figure, if the driver has it; else why not, in `refused`: not supported, no permission, an older binding."""
+    try:
         value = call()
-        if value is not None:
-            into[name] = value
+    except Exception as error:  # whatever one call raises, the others are asked all the same
+        into.setdefault("refused", {})[name] = " ".join(str(error).split()) or type(error).__name__
+        return
+    if value is not None:
+        into[name] = value
 
 
 def processes(nvml: Any, handle: Any) -> list[Json]:

@@ -171,11 +171,23 @@ class Nvml:
 
 
 def test_gpu_that_refuses_half_of_the_calls_is_told_by_the_other_half() -> None:
-    assert gpus.read(Nvml()) == {
+    found = gpus.read(Nvml())
+    refused = found["gpus"][0].pop("refused")
+    assert {"memory_total_bytes", "power_limit_w", "ecc", "processes"} <= set(refused)
+    assert set(refused.values()) == {"Not Supported"}
+    assert found == {
         "driver": "580.126.09", "cuda": "13.1",
         "gpus": [{"index": 0, "name": "NVIDIA GB10", "uuid": "GPU-1", "persistence": False,
                   "compute_capability": "12.1"}],
     }  # fmt: skip
+
+
+def test_driver_that_cannot_count_its_gpus_is_no_machine_without_one() -> None:
+    class Stuck(Nvml):
+        def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+            raise RuntimeError("Unknown Error")
+
+    assert gpus.read(Stuck()) == {"not_read": "Unknown Error"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -425,14 +425,14 @@ def lanes(out: Path) -> dict[str, int]:
 def test_monitor_that_was_frozen_and_one_that_was_killed_make_the_verdict_say_blind_and_when(tmp_path: Path) -> None:
     out = tmp_path / "runs"
     out.mkdir()
-    with run(tmp_path, out, 7) as child:
+    with run(tmp_path, out, 14) as child:  # far longer than the freeze: a busy machine may be late to see it measure
         wait_for(lambda: measuring(out), "answers come in")
         pids = lanes(out)
         os.kill(pids["slow"], signal.SIGSTOP)
         os.kill(pids["fast"], signal.SIGKILL)
         frozen_at = clock.now_ns()
         try:
-            time.sleep(5)  # of 7 s of load: more than any rule lets pass
+            time.sleep(5)  # of 14 s of load: more than any rule lets pass
         finally:
             os.kill(pids["slow"], signal.SIGCONT)
         thawed_at = clock.now_ns()
@@ -479,7 +479,7 @@ def test_disk_that_fills_under_a_run_is_named_and_nothing_passes(tmp_path: Path)
         assert again.returncode == 2, again.stdout + again.stderr
         assert "VERDICT: INCONCLUSIVE" in again.stdout
         blind = [f for f in findings(folder) if f["rule"] == "blind" and f["status"] == "fail"]
-        assert blind, "and what is missing is named"
+        assert "damaged_records" in {f["cause"] for f in blind}, "and what is missing is named"
 
 
 def test_line_that_root_wrote_into_the_real_log_is_believed_only_on_request() -> None:
