@@ -250,14 +250,15 @@ class Events:
         self._thread: threading.Thread | None = None
         self.unheard = 0  # that found the queue full
 
-    def start(self, nvml: Any, gpus: list[Gpu]) -> None:
-        """Registers what each device supports; a driver without events is no loss where the kernel log is read."""
+    def start(self, nvml: Any, gpus: list[Gpu]) -> str:
+        """Registers what each device supports. "" or why nothing will be heard: a driver without events is no loss
+        where the kernel log is read, but it must not look like a driver without errors."""
         self.stop()
         self._stop = threading.Event()
         try:
             waiting = nvml.nvmlEventSetCreate()
-        except (nvml.NVMLError, AttributeError):
-            return
+        except (nvml.NVMLError, AttributeError) as error:
+            return f"its events (Xid, ECC) are not heard: {one_line(error)}"
         registered = 0
         for gpu in gpus:
             if gpu.handle is None:
@@ -270,10 +271,11 @@ class Events:
         if not registered:
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlEventSetFree(waiting)
-            return
+            return "its events (Xid, ECC) are not heard: no device supports them"
         arguments = (nvml, waiting, self._stop)
         self._thread = threading.Thread(target=self._wait, args=arguments, name="nvml events", daemon=True)
         self._thread.start()
+        return ""
 
     def _wait(self, nvml: Any, waiting: Any, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -282,7 +284,10 @@ class Events:
             except nvml.NVMLError as error:
                 if error.value == TIMEOUT:
                     continue
-                break  # a lost device or driver: the other thread says so, and starts us again when it is back
+                # a lost device or driver: the other thread says so, and starts us again when it is back
+                if error.value not in LOST | GONE:
+                    self._keep("events_ended", {"why": one_line(error)}, clock.now_ns())
+                break
             self._put(nvml, data)
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlEventSetFree(waiting)
@@ -297,6 +302,9 @@ class Events:
             code = int(data.eventData)
             group, severity = XIDS.get(code, ("unknown", "warn"))
             labels |= {"xid": str(code), "group": group, "severity": severity}
+        self._keep(name, labels, at_ns)
+
+    def _keep(self, name: str, labels: dict[str, str], at_ns: int) -> None:
         try:
             self._found.put_nowait((name, labels, at_ns))
         except queue.Full:
@@ -337,6 +345,8 @@ def said_of(name: str, labels: dict[str, str]) -> str:
     where = f" on GPU {labels['gpu']}" if "gpu" in labels else ""
     if name == "xid":
         return f"Xid {labels['xid']}{where} ({labels['group'].replace('_', ' ')})"
+    if name == "events_ended":
+        return f"the driver's events (Xid, ECC) are no longer heard: {labels['why']}"
     return f"{name.replace('_', ' ')}{where}"
 
 
@@ -418,10 +428,11 @@ class Driver:
         version = self._driver_version()
         out = self._back(now, version) if again else []
         self._version = version
-        self.events.start(self._nvml, self._gpus)
+        deaf = self.events.start(self._nvml, self._gpus)
         if any(gpu.index not in self._lost for gpu in self._gpus):
             if self._why or not again:
-                out.append(Sample("nvidia", "observed", 1.0, now, text=about(version, self._gpus)))
+                text = "; ".join(filter(None, (about(version, self._gpus), deaf)))
+                out.append(Sample("nvidia", "observed", 1.0, now, text=text))
             self._why = ""
         if self._lost:
             self._rest()

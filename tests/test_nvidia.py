@@ -462,6 +462,31 @@ def told(nvml: Telling) -> list[Sample]:
     return samples
 
 
+def test_driver_without_events_is_said_to_be_without_them() -> None:
+    (seen,) = of(Moved(FakeNvml({"nvmlDeviceGetTemperature": 40})).look(), "observed")
+    assert seen.value == 1.0
+    assert "events (Xid, ECC) are not heard" in (seen.text or "")
+    (seen,) = of(Moved(Telling(supported=0)).look(), "observed")
+    assert "no device supports them" in (seen.text or "")
+
+
+def test_wait_for_events_that_ends_is_a_happening_and_a_lost_gpu_is_left_to_the_other_thread() -> None:
+    class Ending(Telling):
+        code = 999
+
+        def nvmlEventSetWait_v2(self, _waiting: str, _ms: int) -> Any:  # noqa: N802
+            raise FakeNVMLError(self.code)
+
+    for code, said in ((999, 1), (nvidia.GPU_IS_LOST, 0), (nvidia.VERSION_MISMATCH, 0)):
+        nvml = Ending()
+        nvml.code = code
+        events = nvidia.Events()
+        assert events.start(nvml, [nvidia.Gpu("gpu0", 0, "GPU", labels={"gpu": "0"})]) == ""
+        assert events._thread is not None
+        events._thread.join(PATIENT_S)
+        assert [s.metric for s in events.taken()] == ["events_ended"] * said
+
+
 def test_xid_of_the_driver_is_a_happening_with_group_and_severity() -> None:
     nvml = Telling((0x8, 31), (0x2, 0))
     samples = told(nvml)

@@ -507,6 +507,14 @@ def test_heat_counts_by_its_share_of_the_busy_time(hot_seconds: int, status: str
     assert only(check("thermal", run), status)
 
 
+@pytest.mark.parametrize(("bits", "warns"), [(0x4, 0), (0x1, 0), (0x48, 0), (0x8, 1), (0x80, 1), (0xC8, 1)])
+def test_hardware_that_holds_the_clock_for_another_reason_than_heat_warns(
+    bits: int, warns: int, tmp_path: Path
+) -> None:
+    found = check("thermal", gpu_run(tmp_path, clock_event_reasons=lambda k: bits if k == 40 else 0))
+    assert [f.since_ns for f in found if f.cause == "power_brake"] == [golden.at(40)] * warns
+
+
 def test_sensor_that_reached_its_critical_temperature_warns(tmp_path: Path) -> None:
     hot = happening("thermal", "critical_temperature", 40, "nvme Composite at 85 °C", chip="nvme")
     assert "nvme Composite at 85 °C" in only(check("thermal", gpu_run(tmp_path, hot)), "warn").message

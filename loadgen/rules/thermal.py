@@ -3,7 +3,8 @@
 What: per GPU the high-water of temperature and the low-water of the clock while busy (information); a finding only
 with evidence: the share of busy seconds with a thermal clock-event reason (or by the driver's own count of seconds, if
 that is more), or with the clock below 80 % of its own busy median, which catches boards that throttle and say nothing.
-Any sensor of the machine that reached its critical temperature warns.
+A GPU that was held back by its hardware for another reason than heat (its power brake) warns, as does any sensor of the
+machine that reached its critical temperature.
 Why: temperature alone is no verdict (boards are built to run at 85 °C); a clock that falls is lost speed.
 Threshold: up to 1 % of the busy time passes, up to 10 % warns, more fails; the clock rule alone only warns.
 """
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # NVML's clock-event reasons that mean heat: software thermal (0x20) and hardware thermal slow-down (0x40).
 THERMAL_REASONS = 0x20 | 0x40
+# Hardware slow-down (0x8) says heat or power, without telling which; the power brake (0x80) is the supply's.
+HW_SLOWDOWN, POWER_BRAKE = 0x8, 0x80
 BUSY_PERCENT = 90.0
 LOOK_BACK_S = 600  # before a machine was lost: a heat-up takes minutes
 
@@ -66,7 +69,25 @@ def check(run: Run, options: Options) -> list[Finding]:
     if not boards:
         why = run.observed().get("nvidia", (False, "no GPU was watched"))[1]
         return [*findings, not_evaluated("thermal", "stability", f"no GPU temperature: {why}", cause=NOT_OBSERVED)]
+    findings += [found for labels in boards if (found := _braked(run, tuple(labels))) is not None]
     return [*findings, *(_board(run, tuple(labels), options) for labels in boards)]
+
+
+def _braked(run: Run, labels: tuple[tuple[str, str], ...]) -> Finding | None:
+    """Seconds under load in which the hardware held the clocks down and heat was not the reason."""
+    why = readings(run, "nvidia", "clock_event_reasons", serving(run), labels)
+    bits = why.last.astype(np.int64)
+    cold = ((bits & HW_SLOWDOWN) != 0) & ((bits & THERMAL_REASONS) == 0)
+    held_at = why.at_ns[((bits & POWER_BRAKE) != 0) | cold]
+    if not len(held_at):
+        return None
+    scope = f"gpu {dict(labels).get('gpu', '?')}"
+    message = f"{scope}: held down by its hardware (power brake or slow-down without heat) in {len(held_at)} of "
+    message += f"{len(why)} readings, first at {when(run, int(held_at[0]))}"
+    return Finding(
+        "thermal", "stability", "warn", message, f"{scope} power", len(held_at), 0, "readings", len(why),
+        "samples: nvidia.clock_event_reasons", int(held_at[0]), "power_brake",
+    )  # fmt: skip
 
 
 def _board(run: Run, labels: tuple[tuple[str, str], ...], options: Options) -> Finding:
