@@ -12,9 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from loadgen import clock
+
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 # Of a child's words at once: what a pipe holds.
 READ_BYTES = 1 << 16
+# The kernel takes a killed process down in milliseconds, with all its memory in a second or so; else it is stuck.
+KILLED_WAIT_S = 2.0
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
@@ -81,13 +85,20 @@ class Talk:
 
 
 def end(children: Sequence[subprocess.Popen[Any]], wait_s: float) -> None:
-    """SIGTERM to those that still run, `wait_s` for all of them together, then SIGKILL: no orphan is left behind."""
+    """SIGTERM to those that still run, `wait_s` for all of them together, then SIGKILL. Then they are left: a process
+    in an uninterruptible wait (a driver that hangs) obeys no signal, and its `returncode` stays None."""
     for process in children:
         if process.poll() is None:
             process.terminate()
+    _wait(children, wait_s)
     for process in children:
-        try:
-            process.wait(wait_s)
-        except subprocess.TimeoutExpired:
+        if process.poll() is None:
             process.kill()
-            process.wait()
+    _wait(children, KILLED_WAIT_S)
+
+
+def _wait(children: Sequence[subprocess.Popen[Any]], seconds: float) -> None:
+    until_ns = clock.now_ns() + round(seconds * 1e9)
+    for process in children:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, (until_ns - clock.now_ns()) / 1e9))

@@ -6,7 +6,6 @@ is read and thrown away; one that a stuck driver holds is killed, and if that do
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -28,7 +27,6 @@ ENOUGH_S = 1.3  # rates and digests need the end of a second
 POLL_S = 0.05
 HARDENED = "fast lane"  # under this name the lane says what it was granted to survive
 END_S = 2.0  # a lane flushes and leaves within this, as in a run
-KILLED_WAIT_S = 0.5
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ def look(
             if not waiting and elapsed_s >= ENOUGH_S:
                 break
             time.sleep(POLL_S)
-        _end(list(lanes.values()))
+        child.end(list(lanes.values()), END_S)
         seen = read(folder, monitors)
         for lane, names in wanted.items():
             for name in names:
@@ -78,7 +76,7 @@ def look(
                     seen[name].text = _silence(lane, lanes[lane], folder, limit_s)
         return seen
     finally:
-        _end(list(lanes.values()))
+        child.end(list(lanes.values()), END_S)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -119,20 +117,6 @@ def _start(
     env = {secrets.HANDED_ON: orjson.dumps(dict(headers)).decode()} if lane == "slow" else {}
     args = [lane, str(folder), orjson.dumps(config).decode()]
     return child.spawn("monitors.lane", args, folder / f"stderr-{lane}.txt", env)
-
-
-def _end(lanes: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, then SIGKILL, then leave: a process in an uninterruptible wait obeys neither."""
-    for process in lanes:
-        if process.poll() is None:
-            process.terminate()
-    for process in lanes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-        if process.poll() is None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(KILLED_WAIT_S)
 
 
 def _silence(lane: Lane, process: subprocess.Popen[bytes], folder: Path, limit_s: float) -> str:

@@ -418,9 +418,9 @@ def _attend(
             guard.close()
     for lane, process in lanes.items():
         if process.returncode not in (0, -signal.SIGTERM):
-            journal.event(
-                "lane_exit", lane=lane, rc=process.returncode, text=child.last_words(folder / f"stderr-{lane}.txt")
-            )
+            hangs = "it hangs in a call that no signal ends" if process.returncode is None else None
+            text = hangs or child.last_words(folder / f"stderr-{lane}.txt")
+            journal.event("lane_exit", lane=lane, rc=process.returncode, text=text)
     if signals.came:
         return "signal"
     if guard is not None and guard.ended:
